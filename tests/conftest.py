@@ -16,12 +16,16 @@ from preamp.formats import cpu_multiplies
 from .products import BY_FLOAT32, cpu_that_multiplies
 
 BOTH_WAYS = {"autocast": (), "session": (), "compat": pytest.mark.slow}
-"""Rooms whose tests run twice on a CPU that multiplies bfloat16: by it, and through float32; and with which marks."""
+"""Rooms whose tests run twice on a CPU that multiplies bfloat16: by it, and through float32; and with which marks.
+
+A file whose fixture `through_float32` sees to that runs once.
+"""
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     room = metafunc.definition.path.parent.name
-    if room in BOTH_WAYS and cpu_multiplies(torch.bfloat16):
+    chosen = "through_float32" in metafunc.fixturenames
+    if room in BOTH_WAYS and not chosen and cpu_multiplies(torch.bfloat16):
         metafunc.fixturenames.insert(0, "products")
         ways = ["by this CPU", pytest.param("through float32", marks=BOTH_WAYS[room])]
         metafunc.parametrize("products", ways, indirect=True)

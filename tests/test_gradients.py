@@ -16,6 +16,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from preamp.kernels import check_and_unscale_, clip_values_, dense_values, global_norm, multiply_, read, reciprocal
 from preamp.kernels.read import SMALL
 
+from .rows import over
+
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 ORDERS = (1.0, 2.0, 3.0, math.inf)
 
@@ -45,8 +47,7 @@ LAYOUTS: dict[str, Callable[[torch.dtype], list[Tensor]]] = {
     ],
     "sparse": lambda dtype: [sparse(dtype), normal(3, dtype=dtype)],
 }
-EVERY = pytest.mark.parametrize("layout", LAYOUTS)
-EACH = pytest.mark.parametrize("dtype", DTYPES, ids=str)
+EVERY = over(layout=LAYOUTS, dtype=DTYPES)
 
 
 def mixed() -> list[Tensor]:
@@ -71,7 +72,6 @@ def assert_equal(gradients: list[Tensor], references: list[Tensor]) -> None:
 # -- check_and_unscale_
 
 
-@EACH
 @EVERY
 def test_unscaling(layout: str, dtype: torch.dtype) -> None:
     gradients = LAYOUTS[layout](dtype)
@@ -169,9 +169,7 @@ def reference_norm(gradients: list[Tensor], order: float) -> float:
     return float(torch.linalg.vector_norm(flat, order)) if flat.numel() else 0.0
 
 
-@pytest.mark.parametrize("order", ORDERS)
-@EACH
-@EVERY
+@over(layout=LAYOUTS, dtype=DTYPES, order=ORDERS)
 def test_the_norm(layout: str, dtype: torch.dtype, order: float) -> None:
     gradients = LAYOUTS[layout](dtype)
     before = values64(gradients)
@@ -203,7 +201,6 @@ def test_the_norm_of_what_is_not_finite(order: float) -> None:
 # -- multiply_ and clip_values_
 
 
-@EACH
 @EVERY
 def test_multiplying(layout: str, dtype: torch.dtype) -> None:
     gradients = LAYOUTS[layout](dtype)
@@ -214,7 +211,6 @@ def test_multiplying(layout: str, dtype: torch.dtype) -> None:
     assert all(g.dtype is dtype or g.dtype is torch.float32 for g in gradients)
 
 
-@EACH
 @EVERY
 def test_clipping_values(layout: str, dtype: torch.dtype) -> None:
     gradients = LAYOUTS[layout](dtype)
@@ -306,7 +302,6 @@ def check(gradients: list[Tensor]) -> None:
 
 
 @EVERY
-@EACH
 def test_layouts_and_dtypes(layout: str, dtype: torch.dtype) -> None:
     torch.manual_seed(1)
     check(LAYOUTS[layout](dtype))

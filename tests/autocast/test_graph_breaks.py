@@ -12,6 +12,8 @@ from torch import Tensor, nn
 import preamp
 from preamp.errors import PolicyError
 
+from ..rows import over
+
 # what dynamo itself meets when it goes on after a break with a tensor that is no leaf
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
 
@@ -105,8 +107,7 @@ def test_an_error_inside_of_a_region_with_a_break_leaves_it() -> None:
         torch.compile(fails, backend="eager")(torch.ones(2, 2))
 
 
-@pytest.mark.parametrize("strict", [False, True])
-@pytest.mark.parametrize("whose", ["preamp", "session"])
+@over(whose=["preamp", "session"], strict=[False, True])
 def test_export_of_a_region_is_refused(whose: str, strict: bool) -> None:
     """An exported program holds torch's region, whose lists are not preamp's rules."""
     model = nn.Linear(8, 8)

@@ -11,6 +11,8 @@ from torch import Tensor, nn
 
 import preamp
 
+from ..rows import check_rows
+
 FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
 ROWS, MASK = torch.tensor([0, 1]), torch.tensor([True, True, False])
 
@@ -63,10 +65,11 @@ IN_PLACE: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 
 @pytest.mark.filterwarnings("ignore:index_reduce:UserWarning")
 @pytest.mark.parametrize(("into", "what"), [(FP32, BF16), (BF16, FP32), (FP16, BF16), (FP32, FP16)], ids=str)
-@pytest.mark.parametrize("name", [*OUT_OF_PLACE, *IN_PLACE])
-def test_values_dtypes_and_gradients(name: str, into: torch.dtype, what: torch.dtype) -> None:
-    write = {**OUT_OF_PLACE, **IN_PLACE}[name]
-    torch.manual_seed(0)
+def test_values_dtypes_and_gradients(into: torch.dtype, what: torch.dtype) -> None:
+    check_rows({**OUT_OF_PLACE, **IN_PLACE}.items(), lambda name, write: check_write(name, write, into, what))
+
+
+def check_write(name: str, write: Callable[[Tensor, Tensor], Tensor], into: torch.dtype, what: torch.dtype) -> None:
     x, y = (torch.randn(n, 4).to(dtype).requires_grad_() for n, dtype in ((3, into), (2, what)))
     a, b = (t.detach().float().requires_grad_() for t in (x, y))
     with preamp.autocast("cpu", dtype=BF16):

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 import preamp
 
 from ..releases import TORCH
+from ..rows import over
 
 FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
 BAGS = torch.tensor([[0, 1], [2, 2], [1, 3]])
@@ -77,8 +78,7 @@ def dtypes_of(count: int) -> list[tuple[torch.dtype, ...]]:
     return [p for p in itertools.product((FP32, BF16), repeat=count) if count == 1 or len(set(p)) > 1]
 
 
-@pytest.mark.parametrize("backend", [None, "aot_eager"])
-@pytest.mark.parametrize("name", IN_PLACE)
+@over(name=IN_PLACE, backend=[None, "aot_eager"])
 def test_what_is_written_keeps_its_dtype(name: str, backend: str | None) -> None:
     function, shapes = IN_PLACE[name]
 
@@ -96,8 +96,7 @@ def test_what_is_written_keeps_its_dtype(name: str, backend: str | None) -> None
         check(seen, written(*exact), given, exact)
 
 
-@pytest.mark.parametrize("backend", [None, "aot_eager"])
-@pytest.mark.parametrize("name", WIDEST)
+@over(name=WIDEST, backend=[None, "aot_eager"])
 def test_the_widest_wins(name: str, backend: str | None) -> None:
     if name == "cartesian_prod" and TORCH < (2, 7):
         backend = None  # which torch 2.6 does not trace

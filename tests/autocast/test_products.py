@@ -24,6 +24,7 @@ from preamp.formats import format_of
 
 from ..products import BY_FLOAT32, BY_TORCH, counted, cpu_that_multiplies
 from ..releases import TORCH
+from ..rows import over
 
 BF16, FP16 = torch.bfloat16, torch.float16
 LOW = (BF16, FP16)
@@ -83,8 +84,7 @@ def rounding(exact: Tensor, dtype: torch.dtype, magnitude: Tensor) -> Tensor:
     return exact.abs() * format.epsilon / 2 * 1.001 + magnitude * 2.0**-21 + format.smallest_subnormal
 
 
-@pytest.mark.parametrize("dtype", LOW)
-@pytest.mark.parametrize("name", PRODUCTS_OF)
+@over(name=PRODUCTS_OF, dtype=LOW)
 def test_a_product_is_off_by_one_rounding_and_its_gradients_by_few(name: str, dtype: torch.dtype) -> None:
     function, shapes = PRODUCTS_OF[name]
     low = [factor.to(dtype).requires_grad_() for factor in some(*shapes)]
@@ -209,16 +209,9 @@ def test_dispatch_modes_see_what_they_would_see(dtype: torch.dtype) -> None:
     assert seen(BY_FLOAT32) == seen(BY_TORCH)
 
 
-class Nothing(TorchDispatchMode):
-    """As any counter of operations, or the doctor: it runs each operator as it is."""
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return func(*args, **(kwargs or {}))
-
-
 @pytest.mark.parametrize("level", ["O1", "O2", "O3", "O4", "O5"])
 def test_a_dispatch_mode_changes_no_bit(level: str) -> None:
-    """Torch hides from a mode that autocast is on, in the forward pass."""
+    """As a counter of operations, or the doctor: torch hides from it that autocast is on, in the forward pass."""
 
     def trained(mode: Any) -> tuple[int, Tensor]:
         model = net()
@@ -230,7 +223,7 @@ def test_a_dispatch_mode_changes_no_bit(level: str) -> None:
             session.unscale_()
             return len(through), gradients(model).float()
 
-    (plain, exact), (under, seen) = trained(nullcontext()), trained(Nothing())
+    (plain, exact), (under, seen) = trained(nullcontext()), trained(Seen())
     assert plain == under >= 8
     assert torch.equal(exact, seen)
 
@@ -295,9 +288,7 @@ WAYS = (
 )  # fmt: skip
 
 
-@pytest.mark.parametrize("level", ["O1", "O2", "O3", "O4", "O5"])
-@pytest.mark.parametrize("where", ["in a region", "outside"])
-@pytest.mark.parametrize("way", WAYS)
+@over(way=WAYS, where=["in a region", "outside"], level=["O1", "O2", "O3", "O4", "O5"])
 def test_every_way_of_computing(way: str, where: str, level: str) -> None:
     if where == "outside" and level in ("O1", "O4"):
         return  # nothing is in 16 bits there
@@ -410,8 +401,7 @@ def test_recurrent_layers(kind: type[nn.RNNBase], options: dict[str, Any], packe
     assert off.norm() < 0.03 * gradients(wanted).norm()
 
 
-@pytest.mark.parametrize("cell", [nn.LSTMCell, nn.GRUCell, nn.RNNCell])
-@pytest.mark.parametrize("dtype", LOW)
+@over(cell=[nn.LSTMCell, nn.GRUCell, nn.RNNCell], dtype=LOW)
 def test_recurrent_cells(cell: type[nn.RNNCellBase], dtype: torch.dtype) -> None:
     layer, x = cell(6, 5), some((3, 6))[0]
     with counted() as through, preamp.autocast("cpu", dtype):
@@ -473,8 +463,7 @@ BACKWARD_OF: dict[str, tuple[Callable[..., Tensor], tuple[tuple[int, ...], ...],
 """Operators whose backward goes through float32 also on a CPU with arithmetic for both dtypes, and for which dtypes."""
 
 
-@pytest.mark.parametrize("dtype", LOW)
-@pytest.mark.parametrize("name", BACKWARD_OF)
+@over(name=BACKWARD_OF, dtype=LOW)
 def test_where_torch_leaves_a_cpus_arithmetic_unused(name: str, dtype: torch.dtype) -> None:
     function, shapes, through_float32 = BACKWARD_OF[name]
     factors = [factor.to(dtype).requires_grad_() for factor in some(*shapes)]

@@ -20,6 +20,7 @@ from preamp.errors import PolicyError
 from preamp.rules import OpRules
 
 from ..releases import TORCH
+from ..rows import over
 
 FP16, BF16, FP32 = torch.float16, torch.bfloat16, torch.float32
 
@@ -203,8 +204,7 @@ class Casts(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-@pytest.mark.parametrize("use", ["linear", "mm", "mv", "lstm"])
-@pytest.mark.parametrize("cache", [True, False])
+@over(use=["linear", "mm", "mv", "lstm"], cache=[True, False])
 def test_a_weight_is_cast_once_a_region(use: str, cache: bool) -> None:
     w, x = torch.randn(12, 3, requires_grad=True), torch.randn(5, 3)
     state = torch.randn(5, 3), torch.randn(5, 3)
@@ -450,9 +450,7 @@ def test_the_widest_dtype_wins_whatever_the_regions_is(name: str, dtypes: tuple[
             assert getattr(torch, name)(parts).dtype is FP32
 
 
-@pytest.mark.parametrize("packed", [True, False])
-@pytest.mark.parametrize("low", [BF16, FP16])
-@pytest.mark.parametrize("kind", [torch.nn.RNN, torch.nn.GRU, torch.nn.LSTM])
+@over(kind=[torch.nn.RNN, torch.nn.GRU, torch.nn.LSTM], low=[BF16, FP16], packed=[True, False])
 def test_recurrent_layers_give_the_low_dtype(kind: Any, low: torch.dtype, packed: bool) -> None:
     """As on CUDA, whatever dtype comes in; torch's CPU autocast gives float32 for a GRU and for packed sequences."""
     torch.manual_seed(0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections.abc
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import pytest
@@ -11,11 +12,13 @@ from torch import Tensor
 
 import preamp
 
+from ..rows import check_rows
+
 pytest.importorskip("expecttest", reason="torch's test lists need it")
 lists = pytest.importorskip("torch.testing._internal.autocast_test_lists")
 
 FP16, BF16, FP32 = torch.float16, torch.bfloat16, torch.float32
-LOW = {"fp16": FP16, "bf16": BF16}
+EACH = pytest.mark.parametrize("low", [FP16, BF16], ids=str)
 
 
 class Entry(NamedTuple):
@@ -44,18 +47,15 @@ torch.manual_seed(0)
 CUDA_LISTS = lists.AutocastTestLists(torch.device("cpu"))
 
 
-def entries(source: Any, *names: str) -> list[Any]:
-    found = []
+def entries(*names: str) -> Iterator[tuple[Entry]]:
     for name in names:
-        for position, row in enumerate(getattr(source, name)):
+        for row in getattr(CUDA_LISTS, name):
             kwargs = next((part for part in row[2:] if isinstance(part, dict)), {})
             args, method = row[1], row[0]
             if isinstance(args, str):  # einsum: the equation stands where the others have arguments
                 continue
-            entry = Entry(name, method, args, kwargs, MODULES.get(name, torch))
             if (name, method) not in SKIPPED:
-                found.append(pytest.param(entry, id=f"{name}-{method}-{position}"))
-    return found
+                yield (Entry(name, method, args, kwargs, MODULES.get(name, torch)),)
 
 
 def cast(value: Any, dtype: torch.dtype) -> Any:
@@ -108,15 +108,17 @@ def check(entry: Entry, args: tuple[Any, ...], low: torch.dtype, run_as: torch.d
         assert near(result, control) if run_as is low else equal(result, control), (result, control)
 
 
-@pytest.mark.parametrize("low", LOW.values(), ids=LOW)
-@pytest.mark.parametrize("entry", entries(CUDA_LISTS, "torch_fp16", "nn_fp16", "linalg_fp16", "methods_fp16"))
+@EACH
 @pytest.mark.filterwarnings("ignore:.*chain_matmul is deprecated")
-def test_what_cuda_runs_low(entry: Entry, low: torch.dtype) -> None:
-    check(entry, entry.args, low, low, None)
-    check(entry, cast(entry.args, low), low, low, None)
+def test_what_cuda_runs_low(low: torch.dtype) -> None:
+    def runs_low(entry: Entry) -> None:
+        check(entry, entry.args, low, low, None)
+        check(entry, cast(entry.args, low), low, low, None)
+
+    check_rows(entries("torch_fp16", "nn_fp16", "linalg_fp16", "methods_fp16"), runs_low)
 
 
-@pytest.mark.parametrize("low", LOW.values(), ids=LOW)
+@EACH
 def test_einsum_runs_low(low: torch.dtype) -> None:
     a, b = torch.randn(2, 3, 2, 4), torch.randn(2, 3, 2, 4)
     equation = "bkhd,bqhd->bqkh"
@@ -126,26 +128,28 @@ def test_einsum_runs_low(low: torch.dtype) -> None:
     assert near(result, torch.einsum(equation, a.to(low).double(), b.to(low).double()))
 
 
-@pytest.mark.parametrize("low", LOW.values(), ids=LOW)
-@pytest.mark.parametrize("entry", entries(CUDA_LISTS, "torch_fp32", "nn_fp32", "methods_fp32"))
-def test_what_cuda_runs_full(entry: Entry, low: torch.dtype) -> None:
-    check(entry, cast(entry.args, low), low, FP32, None)
+@EACH
+def test_what_cuda_runs_full(low: torch.dtype) -> None:
+    every = entries("torch_fp32", "nn_fp32", "methods_fp32")
+    check_rows(every, lambda entry: check(entry, cast(entry.args, low), low, FP32, None))
 
 
-@pytest.mark.parametrize("low", LOW.values(), ids=LOW)
-@pytest.mark.parametrize("entry", entries(CUDA_LISTS, "torch_need_autocast_promote"))
+@EACH
 @pytest.mark.filterwarnings("ignore:(?s).*torch.cross without specifying the dim")
-def test_what_cuda_promotes(entry: Entry, low: torch.dtype) -> None:
-    check(entry, mixed(entry.args, low), low, FP32, None)
+def test_what_cuda_promotes(low: torch.dtype) -> None:
+    every = entries("torch_need_autocast_promote")
+    check_rows(every, lambda entry: check(entry, mixed(entry.args, low), low, FP32, None))
 
 
-@pytest.mark.parametrize("low", LOW.values(), ids=LOW)
-@pytest.mark.parametrize("entry", entries(CUDA_LISTS, "torch_expect_builtin_promote", "methods_expect_builtin_promote"))
-def test_what_torch_promotes_by_itself(entry: Entry, low: torch.dtype) -> None:
-    name, promised = next((row[0], row[-1]) for row in getattr(CUDA_LISTS, entry.list) if row[0] == entry.name)
-    if name == "__div__":
-        entry = entry._replace(name="__truediv__")
-    check(entry, mixed(entry.args, low), low, FP32, promised)
+@EACH
+def test_what_torch_promotes_by_itself(low: torch.dtype) -> None:
+    def promotes(entry: Entry) -> None:
+        name, promised = next((row[0], row[-1]) for row in getattr(CUDA_LISTS, entry.list) if row[0] == entry.name)
+        if name == "__div__":
+            entry = entry._replace(name="__truediv__")
+        check(entry, mixed(entry.args, low), low, FP32, promised)
+
+    check_rows(entries("torch_expect_builtin_promote", "methods_expect_builtin_promote"), promotes)
 
 
 def mixed(args: Any, low: torch.dtype) -> Any:
@@ -155,7 +159,7 @@ def mixed(args: Any, low: torch.dtype) -> Any:
     return type(args)(mixed(item, low) for item in args) if isinstance(args, (list, tuple)) else args
 
 
-@pytest.mark.parametrize("low", LOW.values(), ids=LOW)
+@EACH
 @pytest.mark.parametrize("name, args", [(row[0], row[1]) for row in CUDA_LISTS.banned])
 def test_what_cuda_bans(name: str, args: tuple[Tensor, ...], low: torch.dtype) -> None:
     function = getattr(torch._C._nn, name)
@@ -167,7 +171,7 @@ def test_what_cuda_bans(name: str, args: tuple[Tensor, ...], low: torch.dtype) -
     assert function(*args).dtype is FP32
 
 
-@pytest.mark.parametrize("low", LOW.values(), ids=LOW)
+@EACH
 def test_the_two_tables_of_torch_differ(low: torch.dtype) -> None:
     """Where the CPU's lists and CUDA's disagree, preamp's regions follow CUDA's."""
     image = torch.randn(1, 2, 4, 4, 4).to(low)

@@ -16,6 +16,7 @@ from preamp.errors import PolicyError
 from preamp.rules import OpRules, native_category
 from preamp.tree import tensors
 
+from ..rows import check_rows
 from .calls import CALLS, NO_CALL, Maker
 
 LOW = {"fp16": torch.float16, "bf16": torch.bfloat16}
@@ -68,17 +69,20 @@ def test_the_table_of_calls_is_complete() -> None:
 
 
 @pytest.mark.parametrize("low", LOW.values(), ids=LOW)
-@pytest.mark.parametrize("name", CALLS)
-def test_plain_autocast_keeps_its_own_rule(name: str, low: torch.dtype) -> None:
+def test_plain_autocast_keeps_its_own_rules(low: torch.dtype) -> None:
+    every = ((FP32,), (low,), (FP32, low), (low, FP32), (torch.float64,))
+
     def outcomes() -> dict[Any, Any]:
-        results: dict[Any, Any] = {}
-        for dtypes in ((FP32,), (low,), (FP32, low), (low, FP32), (torch.float64,)):
-            results["plain", dtypes] = outcome(name, dtypes, torch.autocast("cpu", dtype=low))
-            results["none", dtypes] = outcome(name, dtypes, torch.autocast("cpu", enabled=False))
-        return results
+        return {
+            (name, dtypes, enabled): outcome(name, dtypes, torch.autocast("cpu", dtype=low, enabled=enabled))
+            for name in CALLS
+            for dtypes in every
+            for enabled in (True, False)
+        }
 
     before = outcomes()
-    assert any(isinstance(result, list) for result in before.values()), "the call in the table never works"
+    work = {name for (name, *_), result in before.items() if isinstance(result, list)}
+    assert work == set(CALLS), "a call in the table never works"
     enter_a_region(low)
     after = outcomes()
     different = [key for key in before if not same(before[key], after[key])]
@@ -86,25 +90,28 @@ def test_plain_autocast_keeps_its_own_rule(name: str, low: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("low", LOW.values(), ids=LOW)
-@pytest.mark.parametrize("name", CALLS)
-def test_preamps_regions_follow_the_table(name: str, low: torch.dtype) -> None:
+def test_preamps_regions_follow_the_table(low: torch.dtype) -> None:
+    every = itertools.product(CALLS, ((FP32,), (low,), (FP32, low), (low, FP32)))
+    check_rows(every, lambda name, dtypes: follows_the_table(name, dtypes, low))
+
+
+def follows_the_table(name: str, dtypes: tuple[torch.dtype, ...], low: torch.dtype) -> None:
     category = OpRules().category(name)
-    for dtypes in ((FP32,), (low,), (FP32, low), (low, FP32)):
-        ours = outcome(name, dtypes, preamp.autocast("cpu", dtype=low))
-        if category == "banned":
-            assert (ours is RuntimeError) == (low in dtypes)
-            continue
-        if category == "as-is":
-            assert same(ours, outcome(name, dtypes, torch.autocast("cpu", enabled=False))) or name == "avg_pool3d"
-            continue
-        keeps = name.partition(".")[0].endswith("_") or name.startswith("embedding_bag")
-        widest = dtypes[0] if keeps else FP32 if FP32 in dtypes else low
-        run_in = {"low": (low,), "full": (FP32,), "promote": (widest,)}[category or ""]
-        if len(dtypes) == 2 and category == "promote" and len(list(tensors(CALLS[name](Maker(FP32))))) < 2:
-            continue
-        by_hand = outcome(name, run_in, torch.autocast("cpu", enabled=False))
-        multiplies = category == "low" or name in ("addmm_", "addmv_", "addr_", "addbmm_", "baddbmm_")
-        assert near(ours, by_hand, run_in[0]) if multiplies else same(ours, by_hand), (dtypes, ours, by_hand)
+    ours = outcome(name, dtypes, preamp.autocast("cpu", dtype=low))
+    if category == "banned":
+        assert (ours is RuntimeError) == (low in dtypes)
+        return
+    if category == "as-is":
+        assert same(ours, outcome(name, dtypes, torch.autocast("cpu", enabled=False))) or name == "avg_pool3d"
+        return
+    keeps = name.partition(".")[0].endswith("_") or name.startswith("embedding_bag")
+    widest = dtypes[0] if keeps else FP32 if FP32 in dtypes else low
+    run_in = {"low": (low,), "full": (FP32,), "promote": (widest,)}[category or ""]
+    if len(dtypes) == 2 and category == "promote" and len(list(tensors(CALLS[name](Maker(FP32))))) < 2:
+        return
+    by_hand = outcome(name, run_in, torch.autocast("cpu", enabled=False))
+    multiplies = category == "low" or name in ("addmm_", "addmv_", "addr_", "addbmm_", "baddbmm_")
+    assert near(ours, by_hand, run_in[0]) if multiplies else same(ours, by_hand), (ours, by_hand)
 
 
 @pytest.mark.parametrize("low", LOW.values(), ids=LOW)

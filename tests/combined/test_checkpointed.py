@@ -20,6 +20,7 @@ from torch.utils.checkpoint import create_selective_checkpoint_contexts as selec
 
 import preamp
 
+from ..rows import over
 from .runs import LEVELS, Net, batch, check_same, loss_under, prepared, reference, train
 
 Through = Callable[[nn.Module, Tensor], Tensor]
@@ -116,8 +117,7 @@ def test_recomputation_is_as_often_as_it_should_be(level: str) -> None:
         assert calls == [level != "O0"] * 6
 
 
-@pytest.mark.parametrize("level", LEVELS)
-@pytest.mark.parametrize("when", ["before", "after"])
+@over(level=LEVELS, when=["before", "after"])
 def test_the_wrapper_module(level: str, when: str) -> None:
     model = Net()
 
@@ -131,8 +131,7 @@ def test_the_wrapper_module(level: str, when: str) -> None:
     check_same(ours, reference(level))
 
 
-@pytest.mark.parametrize("level", LEVELS)
-@pytest.mark.parametrize("kind", [True, False])
+@over(level=LEVELS, kind=[True, False])
 def test_checkpoint_sequential(level: str, kind: bool) -> None:
     class Sequence(Net):
         def forward(self, x: Tensor) -> Tensor:
@@ -142,8 +141,7 @@ def test_checkpoint_sequential(level: str, kind: bool) -> None:
     check_same(train(level, Sequence()), reference(level))
 
 
-@pytest.mark.parametrize("level", LEVELS)
-@pytest.mark.parametrize("backward", ["no region", "session's region", "other region"])
+@over(level=LEVELS, backward=["no region", "session's region", "other region"])
 def test_backward_may_run_inside_or_outside_of_regions(level: str, backward: str) -> None:
     """torch restores the forward pass's region when it recomputes, whatever is around backward."""
 

@@ -13,6 +13,7 @@ from torch.func import functional_call, grad, jacrev, jvp, vmap
 
 import preamp
 
+from ..rows import over
 from .runs import LEVELS, LOW, OUTPUT, Net, batch, loss_under, prepared
 
 FP32 = torch.float32
@@ -42,8 +43,7 @@ def scaled(level: str) -> dict[str, Any]:
     return {"scale": 64.0} if level in ("O1", "O2") else {}
 
 
-@pytest.mark.parametrize("inside", [True, False])
-@pytest.mark.parametrize("level", LEVELS)
+@over(level=LEVELS, inside=[True, False])
 def test_vmap_is_the_loop(level: str, inside: bool) -> None:
     """One sample at a time and all at once run the same operators in the same dtypes, up to the order of sums.
 
@@ -69,8 +69,7 @@ def test_vmap_is_the_loop(level: str, inside: bool) -> None:
     )
 
 
-@pytest.mark.parametrize("what", ["softmax", "layer_norm", "sum", "exp", "matmul", "cat", "einsum"])
-@pytest.mark.parametrize("level", ["O1", "O4"])
+@over(level=["O1", "O4"], what=["softmax", "layer_norm", "sum", "exp", "matmul", "cat", "einsum"])
 def test_rules_hold_under_vmap_and_grad(level: str, what: str) -> None:
     """The dtype that each rule gives, seen from inside of the transformations."""
     low = LOW[level]
@@ -122,17 +121,19 @@ def test_gradients_by_sample_add_up_to_those_of_the_batch(level: str) -> None:
 
 @pytest.mark.parametrize(
     ("level", "kind"),
-    [(level, kind) for level in LEVELS for kind in ("layer", "group", "instance")
-     if kind != "instance" or level not in ("O1", "O4")],  # has no rule, and fails so in torch.autocast as well
+    [*((level, kind) for level in LEVELS for kind in ("layer", "group", "instance")
+       if kind != "instance" or level not in ("O1", "O4")),  # has no rule, and fails so in torch.autocast as well
+     *((level, f"{kind}, evaluating") for level in ("O2", "O5") for kind in ("batch", "group", "instance"))],
 )  # fmt: skip
 def test_gradients_by_sample_through_norms(level: str, kind: str) -> None:
     """Where a norm's kernel takes 16-bit activations with float32 weights, torch's rule for it under vmap does not."""
     made: dict[str, Callable[[], nn.Module]] = {
         "layer": lambda: nn.LayerNorm(8),
         "group": lambda: nn.GroupNorm(3, 3),
-        "instance": lambda: nn.InstanceNorm1d(3, affine=True),
+        "batch": lambda: nn.BatchNorm1d(3),
+        "instance": lambda: nn.InstanceNorm1d(3, affine=True, track_running_stats="evaluating" in kind),
     }
-    model = nn.Sequential(nn.Linear(6, 8), made[kind](), nn.Linear(8, 2))
+    model = nn.Sequential(nn.Linear(6, 8), made[kind.split(",")[0]](), nn.Linear(8, 2)).train("evaluating" not in kind)
     x = torch.randn(5, 1, 3, 6)
     with prepared(model, level, **scaled(level)) as session:
         parameters = {name: p.detach() for name, p in model.named_parameters()}
@@ -172,9 +173,7 @@ def test_transformations_leave_nothing_in_the_kept_casts(level: str) -> None:
     assert len(ours) == len(theirs) == 5 and all(map(torch.equal, ours, theirs))
 
 
-@pytest.mark.parametrize("checkpointed", [False, True])
-@pytest.mark.parametrize("how", ["session.grad", "autograd.grad", "autograd.grad, scaled"])
-@pytest.mark.parametrize("level", LEVELS)
+@over(level=LEVELS, how=["session.grad", "autograd.grad", "autograd.grad, scaled"], checkpointed=[False, True])
 def test_gradient_penalty(level: str, how: str, checkpointed: bool) -> None:
     """Double backward; the reference is the same in float32 without a session."""
     from torch.utils.checkpoint import checkpoint

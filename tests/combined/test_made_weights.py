@@ -14,6 +14,8 @@ from torch.nn.utils import parametrizations, parametrize, prune
 
 import preamp
 
+from ..rows import over
+
 
 class Symmetric(nn.Module):
     def forward(self, weight: torch.Tensor) -> torch.Tensor:
@@ -88,8 +90,7 @@ def test_they_train_as_in_float32_and_are_given_back(name: str, level: str) -> N
     assert torch.allclose(again(x), said, atol=1e-5)
 
 
-@pytest.mark.parametrize("level", ["O2", "O3", "O5"])
-@pytest.mark.parametrize("name", PARAMETRIZED)
+@over(name=PARAMETRIZED, level=["O2", "O3", "O5"])
 def test_a_parametrization_computes_in_float32_and_its_weight_is_rounded_once(name: str, level: str) -> None:
     model = build(name).eval()
     wanted = model[2].weight.detach().clone()

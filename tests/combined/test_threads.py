@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ..rows import over
 from .runs import LEVELS, LOW, OUTPUT, Net, batch, check_same, prepared, reference, train
 
 
@@ -79,8 +80,7 @@ def test_replicas_in_threads_train_as_the_whole_batch(level: str) -> None:
         assert (mine - other).float().norm() <= 8 * torch.finfo(LOW[level]).eps * other.float().norm() + 1e-6
 
 
-@pytest.mark.parametrize("when", ["before", "after"])
-@pytest.mark.parametrize("level", LEVELS)
+@over(level=LEVELS, when=["before", "after"])
 def test_data_parallel_on_a_cpu_is_the_model(level: str, when: str) -> None:
     """Without accelerators nn.DataParallel calls the model it wraps."""
     ours = train(level, nn.DataParallel(Net())) if when == "before" else train(level, after=nn.DataParallel)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -42,7 +43,16 @@ def prepared(model: nn.Module, level: str, **options: Any) -> preamp.Session:
     return preamp.prepare(model, optimizer, level=level, scale=2.0**12 if level in ("O1", "O2") else None, **options)
 
 
-def facts(session: preamp.Session, norms: list[float], skips: list[bool], model: nn.Module) -> dict[str, Any]:
+def facts(session: preamp.Session, model: nn.Module, run: Callable[[int], Any], *, spoils: bool) -> dict[str, Any]:
+    """What comes of clipped steps whose gradients `run` makes; `spoils`: this is where the infinity is met."""
+    norms, skips = [], []
+    for step in range(STEPS):
+        run(step)
+        if step == SICK and spoils:
+            spoil(model)
+        norms.append(float(session.clip_grad_norm_(0.5)))
+        skips.append(session.step().skipped)
+        session.zero_grad()
     counts = {"norms": norms, "skips": skips, "scale": session.loss_scale(), "steps": session.steps}
     session.close()
     return {**counts, "weights": [p.flatten().tolist() for p in model.parameters()]}
@@ -51,19 +61,15 @@ def facts(session: preamp.Session, norms: list[float], skips: list[bool], model:
 def alone(level: str) -> dict[str, Any]:
     model = build()
     session = prepared(model, level)
-    norms, skips = [], []
-    for step in range(STEPS):
+
+    def run(step: int) -> None:
         x, y = batch(step)
         for part, wanted in zip(x.chunk(PIECES), y.chunk(PIECES), strict=True):
             with session.autocast():
                 loss = F.cross_entropy(model(part).float(), wanted) / PIECES
             session.backward(loss)
-        if step == SICK:
-            spoil(model)
-        norms.append(float(session.clip_grad_norm_(0.5)))
-        skips.append(session.step().skipped)
-        session.zero_grad()
-    return facts(session, norms, skips, model)
+
+    return facts(session, model, run, spoils=True)
 
 
 def piped(level: str, schedule: str) -> dict[str, Any]:
@@ -75,18 +81,14 @@ def piped(level: str, schedule: str) -> dict[str, Any]:
         return session.scale(F.cross_entropy(output.float(), wanted))
 
     stage = PipelineStage(model, rank, 2, torch.device(DEVICE))
-    run = SCHEDULES[schedule](stage, n_microbatches=PIECES, loss_fn=criterion)
-    norms, skips = [], []
-    for step in range(STEPS):
+    schedules = SCHEDULES[schedule](stage, n_microbatches=PIECES, loss_fn=criterion)
+
+    def run(step: int) -> None:
         x, y = batch(step)
         with session.autocast():
-            run.step(x) if rank == 0 else run.step(target=y)
-        if step == SICK and rank == 0:
-            spoil(model)
-        norms.append(float(session.clip_grad_norm_(0.5)))
-        skips.append(session.step().skipped)
-        session.zero_grad()
-    return facts(session, norms, skips, model)
+            schedules.step(x) if rank == 0 else schedules.step(target=y)
+
+    return facts(session, model, run, spoils=rank == 0)
 
 
 def unscaled(level: str) -> dict[str, Any]:

@@ -1,13 +1,8 @@
-"""A sharded run goes on with another number of ranks: the same bits are loaded, and trained on.
-
-torchrun --nproc-per-node N -m tests.distributed.test_reshard FOLDER LEVEL KIND OUT.json
-"""
+"""A sharded run goes on with another number of ranks: the same bits are loaded, and trained on."""
 
 from __future__ import annotations
 
 import hashlib
-import json
-import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -22,7 +17,7 @@ from torch.distributed.fsdp import fully_shard
 import preamp
 from preamp.errors import CheckpointError, StateError
 
-from .together import begin, launch
+from .together import tell, told_by
 
 WHOLE = StateDictOptions(full_state_dict=True)
 
@@ -77,41 +72,33 @@ class Made:
         return digest.hexdigest()
 
 
-def main() -> None:
-    folder, level, kind, out = Path(sys.argv[1]), *sys.argv[2:4], Path(sys.argv[4])
-    begin()
+def act(folder: Path) -> dict[str, Any]:
+    (level, kind), shared, kept = sys.argv[2:4], folder / "run", folder / "whole.pt"
     made = Made(level, kind)
+    parts: dict[str, Any] = {"model": made.model, "optimizer": made.optimizer, "session": made.session}
     told: dict[str, Any] = {"loaded": None, "as from the whole": None}
     first = 0
-    if (folder / "latest").exists():
-        preamp.checkpoint.load_sharded(folder, model=made.model, optimizer=made.optimizer, session=made.session)
+    if (shared / "latest").exists():
+        preamp.checkpoint.load_sharded(shared, **parts)
         told["loaded"] = made.digest()
         first = made.session.steps
     made.train(first, first + 5)
     if first:  # the same steps of a run that got the whole state, by torch's own means
-        other, kept = Made(level, kind), torch.load(folder / "whole.pt", weights_only=False)
+        other, whole = Made(level, kind), torch.load(kept, weights_only=False)
         set_state_dict(
-            other.model, other.optimizer, model_state_dict=kept["model"], optim_state_dict=kept["optimizer"],
+            other.model, other.optimizer, model_state_dict=whole["model"], optim_state_dict=whole["optimizer"],
             options=WHOLE,
         )  # fmt: skip
-        other.session.load_state_dict(kept["amp"])
+        other.session.load_state_dict(whole["amp"])
         other.train(first, first + 5)
         told["as from the whole"] = other.digest() == made.digest()
-    preamp.checkpoint.save_sharded(folder, model=made.model, optimizer=made.optimizer, session=made.session)
+    preamp.checkpoint.save_sharded(shared, **parts)
     told["saved"] = made.digest()
     told["skipped"], told["scale"] = made.session.skipped, made.session.loss_scale()
     whole = made.whole()
     if dist.get_rank() == 0:
-        torch.save(whole, folder / "whole.pt")
-        out.write_text(json.dumps(told))
-    dist.destroy_process_group()
-
-
-def run(folder: Path, ranks: int, level: str, kind: str) -> dict[str, Any]:
-    out = folder.parent / "told.json"
-    ran = launch("test_reshard", ranks, str(folder), level, kind, str(out), timeout=200)
-    assert ran.returncode == 0, ran.stderr[-3000:]
-    return json.loads(out.read_text())
+        torch.save(whole, kept)
+    return told
 
 
 @pytest.mark.slow
@@ -119,16 +106,15 @@ def run(folder: Path, ranks: int, level: str, kind: str) -> dict[str, Any]:
     ("level", "kind"), [("O2", "8bit"), ("O0", "torch"), ("O2", "preamp"), ("O4", "preamp"), ("O5", "torch")]
 )
 def test_four_ranks_then_two_then_three(tmp_path: Path, level: str, kind: str) -> None:
-    folder = tmp_path / "run"
     saved = None
     for ranks in (4, 2, 3):
-        told = run(folder, ranks, level, kind)
+        told = told_by("test_reshard", ranks, tmp_path, level, kind)[0]
         assert told["loaded"] == saved  # parameters, moments, scale, counters: every bit
         assert told["as from the whole"] is (None if saved is None else True)
         assert told["skipped"] == 1
         saved = told["saved"]
     assert told["scale"] == (2.0**15 if level == "O2" else 1.0)
-    assert sorted(path.name for path in folder.iterdir() if path.is_dir()) == ["00000003"]
+    assert sorted(path.name for path in (tmp_path / "run").iterdir() if path.is_dir()) == ["00000003"]
 
 
 def _made(level: str = "O4", width: int = 4, *, steps: int = 1, make: Any = preamp.optim.AdamW) -> dict[str, Any]:
@@ -171,5 +157,4 @@ def test_what_does_not_fit_is_told_and_nothing_is_loaded(tmp_path: Path) -> None
 
 
 if __name__ == "__main__":
-    main()
-    os._exit(0)  # gloo's threads outlive their group where a mesh holds it, and now and then abort an exit
+    tell(act)

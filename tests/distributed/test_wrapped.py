@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import gc
-import sys
 from contextlib import nullcontext
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,7 +16,9 @@ from torch import nn
 import preamp
 from preamp.errors import SessionError
 
-from .together import begin, launch
+from .together import tell
+
+LEVELS = ("O0", "O1", "O2", "O3", "O4", "O5")
 
 
 def zero(kind: type[torch.optim.Optimizer]) -> Any:
@@ -101,39 +103,26 @@ def refused() -> str:
     return "taken"
 
 
-def main() -> None:
-    begin()
-    for level in sys.argv[1:]:
-        told = {"torch": train(level, torch.optim.AdamW), "preamp": train(level, preamp.optim.AdamW)}
-        told["zero-torch"] = train(level, zero(torch.optim.AdamW))
-        told["zero-preamp"] = train(level, zero(preamp.optim.AdamW))
-        told["torch-first"] = train(level, torch.optim.AdamW, first=True)
-        told["preamp-first"] = train(level, preamp.optim.AdamW, first=True)
-        told["hook-first"] = train(level, preamp.optim.AdamW, first=True, hook="preamp's")
-        told["builtin-first"] = train(level, preamp.optim.AdamW, first=True, hook="torch's")
-        if level == "O5":
-            told["refused"] = refused()
-            told["frozen"] = train(level, torch.optim.AdamW, first=True, frozen=True)
-            gc.unfreeze()
-            told["split"] = train(level, preamp.optim.AdamW, master="split")
-        if dist.get_rank() == 0:
-            for name, outcome in told.items():
-                print(f"{level} {name} {outcome}", flush=True)
-    dist.destroy_process_group()
+def act(folder: Path) -> dict[str, str]:
+    told = {}
+    for level in LEVELS:
+        for name, make in (("torch", torch.optim.AdamW), ("preamp", preamp.optim.AdamW)):
+            told[f"{level} {name}"] = train(level, make)
+            told[f"{level} {name}, sharded states"] = train(level, zero(make))
+            told[f"{level} {name}, wrapped first"] = train(level, make, first=True)
+        for hook in ("preamp's", "torch's"):
+            told[f"{level} {hook} hook"] = train(level, preamp.optim.AdamW, first=True, hook=hook)
+    told["refused"] = refused()
+    told["frozen"] = train("O5", torch.optim.AdamW, first=True, frozen=True)
+    gc.unfreeze()
+    return {**told, "split": train("O5", preamp.optim.AdamW, master="split")}
 
 
 @pytest.mark.slow
-def test_ranks_stay_equal_at_every_level() -> None:
-    levels = ("O0", "O1", "O2", "O3", "O4", "O5")
-    ran = launch("test_wrapped", 2, *levels, timeout=240)
-    assert ran.returncode == 0, ran.stderr[-3000:]
-    told = {tuple(line.split()[:2]): line.split(maxsplit=2)[2] for line in ran.stdout.splitlines()}
-    kinds = ["torch", "preamp", "zero-torch", "zero-preamp"]
-    kinds += [f"{each}-first" for each in ("torch", "preamp", "hook", "builtin")]
-    wanted = {(level, kind) for level in levels for kind in kinds}
-    wanted |= {("O5", kind) for kind in ("split", "refused", "frozen")}
-    assert told == dict.fromkeys(wanted, "same")
+def test_ranks_stay_equal_at_every_level(told: list[dict[str, str]]) -> None:
+    for each in told:
+        assert len(each) == 8 * len(LEVELS) + 3 and set(each.values()) == {"same"}, each
 
 
 if __name__ == "__main__":
-    main()
+    tell(act)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import fcntl
 import json
 import os
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -27,7 +26,7 @@ DEVICE = os.environ.get("PREAMP_TESTS_DEVICE", "cpu")
 def told_by(script: str, ranks: int, folder: Path, *arguments: str) -> list[dict[str, Any]]:
     """Run a module of this package on so many ranks; what each of them told (`tell`). `folder`: for its files."""
     out = folder / "told.json"
-    ran = launch(script, ranks, str(out), *arguments)
+    ran = forks.ranks(ranks, ["-m", f"tests.distributed.{script}", str(out), *arguments], cwd=ROOT, timeout=400)
     assert ran.returncode == 0, ran.stderr[-3000:]
     return json.loads(out.read_text())
 
@@ -43,11 +42,6 @@ def told_once(script: str, ranks: int, folder: Path) -> list[dict[str, Any]]:
         out = shared / "told.json"
         every: list[dict[str, Any]] = json.loads(out.read_text()) if out.exists() else told_by(script, ranks, shared)
     return every
-
-
-def launch(script: str, ranks: int, *arguments: str, timeout: int = 400) -> subprocess.CompletedProcess[str]:
-    """Run a module of this package on so many ranks."""
-    return forks.ranks(ranks, ["-m", f"tests.distributed.{script}", *arguments], cwd=ROOT, timeout=timeout)
 
 
 def begin() -> None:

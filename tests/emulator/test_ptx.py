@@ -11,9 +11,12 @@ from torch import Tensor
 
 from .ptx import Kernel
 
-pytestmark = pytest.mark.skipif(
-    sys.platform != "linux" or shutil.which("c++") is None, reason="no C++ compiler, or none that links as on Linux"
-)
+pytestmark = [
+    pytest.mark.slow,  # as all that needs the emulator: its C++ is compiled
+    pytest.mark.skipif(
+        sys.platform != "linux" or shutil.which("c++") is None, reason="no C++ compiler, or none that links as on Linux"
+    ),
+]
 
 THREADS = 64
 

@@ -12,7 +12,7 @@ from torch.nn import Parameter
 
 from preamp.optim import AdamW
 from tests.kernels.eight_bits import KINDS, OPTIONS, SETTINGS, Run
-from tests.kernels.steps import CANCELLED, awkward, by_operators, far, gradients
+from tests.kernels.steps import CANCELLED, awkward, by_operators, check_found_writes_nothing, far, gradients
 
 from .training import no_waiting
 
@@ -54,23 +54,8 @@ def test_the_kernel_does_what_operators_do(kind: str, options: dict[str, Any], d
 @pytest.mark.parametrize("kernels", [True, False])
 @pytest.mark.parametrize("kind", KINDS)
 def test_found_writes_nothing_and_nothing_waits(kind: str, kernels: bool) -> None:
-    run = Run(kind, OPTIONS, awkward("cuda")[:7])
-    good, bad = gradients(run.params, torch.bfloat16, 0), gradients(run.params, torch.bfloat16, 1)
-    bad[2][3, 3] = torch.inf
-    half, clear, flag = number(0.5), number(0.0), number(1.0)
-
-    def all_steps() -> None:
-        run.take(good, half, clear)
-        run.take(bad, half, flag)
-        before = [t.clone() for t in run.everything()]
-        with no_waiting():
-            run.take(bad, half, flag)
-        assert all(torch.equal(a, b) for a, b in zip(before, run.everything(), strict=True))
-        with no_waiting():
-            run.take(good, half, clear)
-
     with contextlib.nullcontext() if kernels else by_operators():
-        all_steps()
+        check_found_writes_nothing(Run(kind, OPTIONS, awkward("cuda")[:7]), no_waiting)
 
 
 @pytest.mark.parametrize("kind", KINDS)

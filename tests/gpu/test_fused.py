@@ -24,6 +24,7 @@ from tests.kernels.steps import (
     Run,
     awkward,
     by_operators,
+    check_found_writes_nothing,
     far,
     gradients,
 )  # fmt: skip
@@ -70,26 +71,8 @@ def test_parts_are_stepped_as_the_whole(name: str, options: dict[str, Any], low:
 @pytest.mark.parametrize(("name", "options"), SETTINGS, ids=NAMES)
 def test_found_writes_nothing_and_nothing_waits(name: str, options: dict[str, Any], kernels: bool) -> None:
     params = awkward("cuda")
-    run = Run(name, options, params, [p.to(torch.bfloat16) for p in params])
-    good, bad = gradients(params, torch.bfloat16, 0), gradients(params, torch.bfloat16, 1)
-    bad[2][3, 3] = torch.inf
-    half, clear, flag = number(0.5), number(0.0), number(1.0)
-
-    def take() -> None:
-        run.take(good, half, clear)
-        run.take(bad, half, flag)
-
-    def all_steps() -> None:
-        take()
-        before = [t.clone() for t in run.everything()]
-        with no_waiting():
-            run.take(bad, half, flag)
-        assert all(torch.equal(a, b) for a, b in zip(before, run.everything(), strict=True))
-        with no_waiting():
-            take()
-
     with contextlib.nullcontext() if kernels else by_operators():
-        all_steps()
+        check_found_writes_nothing(Run(name, options, params, [p.to(torch.bfloat16) for p in params]), no_waiting)
 
 
 @pytest.mark.parametrize(("name", "options"), SETTINGS, ids=NAMES)

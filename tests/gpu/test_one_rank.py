@@ -69,7 +69,12 @@ def weights(model: nn.Module) -> list[Tensor]:
 
 def alone(level: str, device: str, kind: Any) -> list[Tensor]:
     model = network(device)
-    with preamp.prepare(model, kind(model.parameters(), 1e-2), level=level) as session:
+    return trained(preamp.prepare(model, kind(model.parameters(), 1e-2), level=level), model, device)
+
+
+def trained(session: preamp.Session, model: nn.Module, device: str) -> list[Tensor]:
+    """The weights after `train`, when the session is closed."""
+    with session:
         train(session, model, device)
         assert session.skipped == 1
     return weights(model)
@@ -90,11 +95,8 @@ def fused_adam(parameters: Any, lr: float) -> torch.optim.Optimizer:
 def test_distributed_data_parallel(device: str, level: str, kind: Any) -> None:
     model = network(device)
     session = preamp.prepare(model, kind(model.parameters(), 1e-2), level=level)
-    wrapped = DistributedDataParallel(model)
-    train(session, wrapped, device)
-    assert session.skipped == 1
-    session.close()
-    check_alike(weights(model), alone(level, device, kind), exact=device == "cpu")
+    mine = trained(session, DistributedDataParallel(model), device)
+    check_alike(mine, alone(level, device, kind), exact=device == "cpu")
 
 
 @pytest.mark.parametrize("level", LEVELS)
@@ -103,10 +105,8 @@ def test_fully_sharded(device: str, level: str) -> None:
     model = network(device)
     fully_shard(model[1], mp_policy=policy.fsdp(full=True))
     fully_shard(model, mp_policy=policy.fsdp())
-    with preamp.prepare(model, preamp.optim.AdamW(model.parameters(), 1e-2), level=level) as session:
-        train(session, model, device)
-        assert session.skipped == 1
-    check_alike(weights(model), alone(level, device, preamp.optim.AdamW), exact=False)
+    session = preamp.prepare(model, preamp.optim.AdamW(model.parameters(), 1e-2), level=level)
+    check_alike(trained(session, model, device), alone(level, device, preamp.optim.AdamW), exact=False)
 
 
 @pytest.mark.parametrize("level", ["O1", "O5"])
@@ -115,20 +115,15 @@ def test_gradients_in_16_bits_on_the_wire(device: str, level: str) -> None:
     session = preamp.prepare(model, preamp.optim.SGD(model.parameters(), 1e-2), level=level)
     wrapped = DistributedDataParallel(model)
     wrapped.register_comm_hook(None, preamp.parallel.compress_hook())
-    train(session, wrapped, device)
-    assert session.skipped == 1
-    session.close()
-    check_alike(weights(model), alone(level, device, preamp.optim.SGD), exact=False)
+    check_alike(trained(session, wrapped, device), alone(level, device, preamp.optim.SGD), exact=False)
 
 
 @pytest.mark.parametrize("level", LEVELS)
 def test_a_group_that_is_asked(device: str, level: str) -> None:
     model = network(device)
     optimizer = preamp.optim.AdamW(model.parameters(), 1e-2)
-    with preamp.prepare(model, optimizer, level=level, group=dist.group.WORLD) as session:
-        train(session, model, device)
-        assert session.skipped == 1
-    check_alike(weights(model), alone(level, device, preamp.optim.AdamW), exact=False)
+    session = preamp.prepare(model, optimizer, level=level, group=dist.group.WORLD)
+    check_alike(trained(session, model, device), alone(level, device, preamp.optim.AdamW), exact=False)
 
 
 def test_checkpoints(device: str, tmp_path: Path) -> None:

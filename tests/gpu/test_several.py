@@ -14,7 +14,7 @@ import preamp
 from preamp.kernels import global_norm, read
 from preamp.scaling import LossScale
 
-from .test_one_rank import alone, check_alike, network, train, weights
+from .test_one_rank import alone, check_alike, network, trained, weights
 from .training import no_waiting
 
 pytestmark = [
@@ -49,10 +49,9 @@ class Stages(nn.Module):
 @pytest.mark.parametrize("level", ["O0", "O1", "O2", "O4", "O5"])
 def test_stages(level: str) -> None:
     model = Stages()
-    with preamp.prepare(model, preamp.optim.AdamW(model.parameters(), 1e-2), level=level) as session:
-        train(session, model, "cuda:0")
-        assert session.skipped == 1
-    check_alike([p.to("cuda:0") for p in weights(model)], alone(level, "cuda:0", preamp.optim.AdamW), exact=False)
+    session = preamp.prepare(model, preamp.optim.AdamW(model.parameters(), 1e-2), level=level)
+    mine = [p.to("cuda:0") for p in trained(session, model, "cuda:0")]
+    check_alike(mine, alone(level, "cuda:0", preamp.optim.AdamW), exact=False)
 
 
 @pytest.mark.parametrize("level", ["O1", "O2", "O5"])
@@ -64,7 +63,7 @@ def test_stages(level: str) -> None:
 def test_an_optimizer_for_each(level: str, first: str, second: str, turned: bool) -> None:
     """Clipped by their common norm, skipped together, and none of what they share is waited for."""
 
-    def trained(where: str) -> tuple[list[Tensor], int, float]:
+    def run(where: str) -> tuple[list[Tensor], int, float]:
         model = Stages("cuda:0", where)
         pair = [OPTIMIZERS[first](model.first.parameters()), OPTIMIZERS[second](model.second.parameters())]
         waits = "host" in (first, second)
@@ -83,7 +82,7 @@ def test_an_optimizer_for_each(level: str, first: str, second: str, turned: bool
             session.close()
             return [p.to("cuda:0") for p in weights(model)], session.skipped, float(norm)
 
-    mine, theirs = trained("cuda:1"), trained("cuda:0")
+    mine, theirs = run("cuda:1"), run("cuda:0")
     check_alike(mine[0], theirs[0], exact=False)
     assert mine[1] == theirs[1] == 2
     assert mine[2] == pytest.approx(theirs[2], rel=1e-2)
@@ -93,7 +92,7 @@ def test_an_optimizer_for_each(level: str, first: str, second: str, turned: bool
 def test_a_loss_for_each(scale: str) -> None:
     """Two losses with scales of their own: one overflows now and then, and the other's scale knows nothing of it."""
 
-    def trained(where: str) -> tuple[list[Tensor], dict[str, Any]]:
+    def run(where: str) -> tuple[list[Tensor], dict[str, Any]]:
         kinds = {"hysteresis": preamp.HysteresisScale, "dynamic": preamp.DynamicScale}
         scales: dict[str, float | str | LossScale] = {name: kinds[scale](2.0**12) for name in ("near", "far")}
         models = {"near": network("cuda:0"), "far": network(where)}
@@ -113,7 +112,7 @@ def test_a_loss_for_each(scale: str) -> None:
         session.close()
         return [p.to("cuda:0") for model in models.values() for p in weights(model)], told
 
-    mine, theirs = trained("cuda:1"), trained("cuda:0")
+    mine, theirs = run("cuda:1"), run("cuda:0")
     check_alike(mine[0], theirs[0], exact=False)
     assert mine[1] == theirs[1]
 
@@ -134,7 +133,7 @@ def test_gradients_that_a_session_hands_out() -> None:
 def test_the_scaler(schedule: str) -> None:
     """One optimizer of both GPUs; then one each, in turns, so that the flag comes from another GPU every time."""
 
-    def trained(where: str, alternate: bool) -> tuple[list[Tensor], dict[str, Any]]:
+    def run(where: str, alternate: bool) -> tuple[list[Tensor], dict[str, Any]]:
         model = Stages("cuda:0", where)
         one = [OPTIMIZERS["preamp AdamW"](model.parameters())]
         two = [OPTIMIZERS["preamp AdamW"](part.parameters()) for part in (model.first, model.second)]
@@ -155,7 +154,7 @@ def test_the_scaler(schedule: str) -> None:
         return [p.to("cuda:0") for p in weights(model)], scaler.state_dict()
 
     for alternate in (False, True):
-        mine, theirs = trained("cuda:1", alternate), trained("cuda:0", alternate)
+        mine, theirs = run("cuda:1", alternate), run("cuda:0", alternate)
         check_alike(mine[0], theirs[0], exact=False)
         assert mine[1] == theirs[1]
 

@@ -75,19 +75,25 @@ class Machine:
         return [f"{line[0].removesuffix('/bin/python')}: {line[1]}" for line in asked if len(line) == 2]
 
 
-@pytest.fixture
-def dev(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    for name in ("pyproject.toml", "constraints.txt"):
-        (tmp_path / name).write_bytes((ROOT / name).read_bytes())
+def dev_module(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """`./dev`, imported."""
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)
     loader = importlib.machinery.SourceFileLoader("dev", str(ROOT / "dev"))
     spec = importlib.util.spec_from_loader("dev", loader)
     assert spec is not None
     module = importlib.util.module_from_spec(spec)
-    monkeypatch.setattr(sys, "dont_write_bytecode", True)
+    loader.exec_module(module)
+    return module
+
+
+@pytest.fixture
+def dev(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    for name in ("pyproject.toml", "constraints.txt"):
+        (tmp_path / name).write_bytes((ROOT / name).read_bytes())
     for name in ("PYTHONDONTWRITEBYTECODE", "PYTHONPYCACHEPREFIX"):  # which `test` changes: they come back
         monkeypatch.setenv(name, "")
     monkeypatch.delenv("PREAMP_PYTHON", raising=False)
-    loader.exec_module(module)
+    module = dev_module(monkeypatch)
     module.ROOT, module.VENV = tmp_path, tmp_path / ".venv"
     module.run = Machine(module.VENV)
     # what only tests load, made small

@@ -56,13 +56,14 @@ def test_generated_parts_are_current(name: str) -> None:
     assert text.count("<!-- begin:") == text.count("<!-- end:") > 0
 
 
-@pytest.mark.parametrize(
-    "path", sorted(ROOT.glob("*.md")) + sorted((ROOT / "docs").glob("**/*.md")), ids=lambda p: p.name
-)
-def test_links_lead_somewhere(path: Path) -> None:
-    for target in re.findall(r"\]\(([^)#]+)\)", path.read_text(encoding="utf-8")):
-        if "://" not in target:
-            assert (path.parent / target).exists(), f"{path.name} links to {target}"
+def test_links_lead_somewhere() -> None:
+    dead = [
+        f"{path.name} links to {target}"
+        for path in (*ROOT.glob("*.md"), *(ROOT / "docs").glob("**/*.md"))
+        for target in re.findall(r"\]\(([^)#]+)\)", path.read_text(encoding="utf-8"))
+        if "://" not in target and not (path.parent / target).exists()
+    ]
+    assert not dead
 
 
 @pytest.mark.parametrize("module", ["preamp.rules", "preamp.autocast._region", "preamp.report.table"])

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.machinery
-import importlib.util
 import json
 import os
 import subprocess
@@ -19,6 +17,7 @@ from benchmarks.__main__ import SUITES
 from benchmarks.harness import complete
 
 from tests.forks import run
+from tests.house.test_dev import dev_module
 from tests.pretend.device import missing
 
 ROOT = Path(__file__).parents[2]
@@ -37,16 +36,9 @@ def test_last(): pass
 """
 
 
-@pytest.fixture(scope="module")
-def dev() -> ModuleType:
-    loader = importlib.machinery.SourceFileLoader("dev", str(ROOT / "dev"))
-    spec = importlib.util.spec_from_loader("dev", loader)
-    assert spec is not None
-    module = importlib.util.module_from_spec(spec)
-    bytecode, sys.dont_write_bytecode = sys.dont_write_bytecode, True
-    loader.exec_module(module)
-    sys.dont_write_bytecode = bytecode
-    return module
+@pytest.fixture
+def dev(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    return dev_module(monkeypatch)
 
 
 # -- tests

@@ -16,6 +16,7 @@ import preamp
 from preamp.errors import PreampError, SessionError
 from preamp.lr_finder import LrCurve, sweep
 
+from ..rows import over
 from ..session.toys import LEVELS, batch, mlp
 
 
@@ -40,8 +41,7 @@ def everything(model: nn.Module, optimizer: torch.optim.Optimizer, session: prea
         torch.set_printoptions(profile="default")
 
 
-@pytest.mark.parametrize("trained", [False, True])
-@pytest.mark.parametrize("level", LEVELS)
+@over(level=LEVELS, trained=[False, True])
 def test_everything_is_restored(level: str, trained: bool) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(6, 16), nn.BatchNorm1d(16), nn.Dropout(0.1), nn.Linear(16, 3))

@@ -28,6 +28,8 @@ from preamp.errors import OptimizerError, PolicyError, PreampError, SessionError
 from preamp.plan import plan
 from preamp.plan._shapes import count_of
 
+from ..rows import over
+
 CASES = {
     "FSDP2 O0": ("fsdp2", "O0", "float32"), "FSDP2 O2": ("fsdp2", "O2", "float32"),
     "FSDP2 O5": ("fsdp2", "O5", "float32"), "FSDP2 O4, 8 bits": ("fsdp2", "O4", "8bit"),
@@ -142,8 +144,7 @@ def step(session: preamp.Session, model: nn.Module) -> None:
     session.step()
 
 
-@pytest.mark.parametrize("level", LEVELS)
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@over(name=OPTIMIZERS, level=LEVELS)
 def test_a_plan_is_what_a_run_holds(name: str, level: str) -> None:
     made = plan(build(), OPTIMIZERS[name], level=level)
     model = build()

@@ -68,9 +68,9 @@ CLIPS: dict[str, Callable[[preamp.Session, nn.Module], Any]] = {
 
 @cache
 def plain(
-    level: str, kind: str, clip: str = "norm", *, steps: int = STEPS, scheduled: bool = True, low: bool = False
+    level: str, kind: str, clip: str = "norm", *, steps: int = STEPS, scheduled: bool = True, low: tuple[str, ...] = ()
 ) -> Trained:
-    """`low`: at O3 the wanted outputs are in 16 bits, too."""
+    """`low`: levels at which the wanted outputs are in 16 bits, too."""
     model = network()
     optimizer = MAKERS[kind](model.parameters())
     schedule = schedule_of(optimizer) if scheduled else None
@@ -80,7 +80,7 @@ def plain(
             for x, y in data()[i * MICRO : (i + 1) * MICRO]:
                 with session.autocast():
                     predicted = model(x).float()
-                loss = nn.functional.mse_loss(predicted, y.half() if low and level == "O3" else y)
+                loss = nn.functional.mse_loss(predicted, y.to(session.policy.params) if level in low else y)
                 session.backward(loss / MICRO)
                 losses.append(loss.item())
             CLIPS[clip](session, model)

@@ -101,7 +101,7 @@ def assert_same(kept: Keep, wanted: dict[str, Any], parameters: list[Tensor]) ->
 )
 def test_a_fit_is_a_session_loop(level: str, kind: str, manual: bool, tmp_path: Path) -> None:
     kept, module, trainer = fitted(level, kind, tmp_path, manual=manual)
-    wanted, parameters, rates, _ = plain(level, kind, "session", low=True)
+    wanted, parameters, rates, _ = plain(level, kind, "session", low=("O3",))
     assert_same(kept, wanted, parameters)
     assert trainer.global_step == STEPS and module.rates[1::MICRO] == rates
     assert kept.logged["skipped_steps"] == 1.0 and kept.logged["loss_scale"] > 0

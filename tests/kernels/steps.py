@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -171,3 +171,18 @@ def far(got: Sequence[Tensor], wanted: Sequence[Tensor], *, but: float = 0.0) ->
         gaps.append(gap.flatten().cpu())
     every = torch.cat(gaps)
     return float(every.topk(1 + int(but * len(every))).values[-1]) / 2**-23
+
+
+def check_found_writes_nothing(run: Any, waiting: Callable[[], AbstractContextManager[None]] = nullcontext) -> None:
+    """Steps of gradients that are not finite write nothing. `waiting`: for steps that may not wait for the device."""
+    half, none, one, many = (torch.tensor(value, device=run.params[0].device) for value in (0.5, 0.0, 1.0, 3.0))
+    good, bad = (gradients(run.params, torch.bfloat16, seed) for seed in (0, 1))
+    bad[2][3, 3] = torch.inf
+    run.take(good, half, none)
+    before = [t.clone() for t in run.everything()]
+    run.take(bad, half, one)
+    with waiting():
+        run.take(bad, half, many)
+    assert all(map(torch.equal, before, run.everything()))
+    with waiting():
+        run.take(good, half, none)

@@ -11,9 +11,10 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from ..rows import over
 from . import calls as fused
 from .eight_bits import KINDS, OPTIONS, SETTINGS, Run
-from .steps import awkward, by_operators, gradients
+from .steps import awkward, by_operators, check_found_writes_nothing, gradients
 
 CODES = [torch.int8, torch.uint8]
 ONE = {torch.int8: 15, torch.uint8: 30}
@@ -131,8 +132,7 @@ def test_an_element_that_falls_silent_is_forgotten() -> None:
     assert followed(nearest=True) > 2
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("options", SETTINGS, ids=["adam", "uphill", "adamw"])
+@over(kind=KINDS, options=SETTINGS)
 def test_a_step_is_that_of_adam_on_what_the_codes_mean(kind: str, options: dict[str, Any]) -> None:
     run = Run(kind, options, awkward())
     for i in range(4):
@@ -170,13 +170,7 @@ def test_chances_depend_on_seed_step_and_place_alone() -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_found_writes_nothing(kind: str) -> None:
     with by_operators():
-        run = Run(kind, OPTIONS, awkward())
-        run.take(gradients(run.params, torch.bfloat16, 0))
-        before = [t.clone() for t in run.everything()]
-        bad = gradients(run.params, torch.bfloat16, 1)
-        bad[2][3, 3] = torch.inf
-        run.take(bad, None, torch.tensor(1.0))
-    assert all(torch.equal(a, b) for a, b in zip(before, run.everything(), strict=True))
+        check_found_writes_nothing(Run(kind, OPTIONS, awkward()))
 
 
 def test_no_step_is_enormous() -> None:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from .eight_bits import KINDS, OPTIONS, SETTINGS, Run
-from .steps import awkward, by_operators, far, gradients
+from .steps import awkward, by_operators, check_found_writes_nothing, far, gradients
 from .where import inside
 
 pytest.importorskip("triton")
@@ -54,13 +54,7 @@ def test_kernels_do_what_operators_do(kind: str, options: dict[str, Any], dtype:
 @inside
 @pytest.mark.parametrize("kind", KINDS)
 def test_found_writes_nothing(kind: str) -> None:
-    run = Run(kind, OPTIONS, layouts())
-    run.take(gradients(run.params, torch.bfloat16, 0))
-    before = [t.clone() for t in run.everything()]
-    bad = gradients(run.params, torch.bfloat16, 1)
-    bad[2][3, 3] = torch.inf
-    run.take(bad, torch.tensor(0.5), torch.tensor(1.0))
-    assert all(torch.equal(a, b) for a, b in zip(before, run.everything(), strict=True))
+    check_found_writes_nothing(Run(kind, OPTIONS, layouts()))
 
 
 @inside

@@ -12,6 +12,8 @@ from torch import Tensor
 from preamp.kernels import global_norm, l2_norms, read
 from preamp.kernels import norms as long_norms
 
+from ..rows import over
+
 
 def exact(tensor: Tensor) -> float:
     return float(torch.linalg.vector_norm(tensor.abs().double()))
@@ -53,8 +55,7 @@ def test_of_any_layout(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     )
 
 
-@pytest.mark.parametrize("value", [math.inf, math.nan, 1e30])
-@pytest.mark.parametrize("place", [0, long_norms.ROW, long_norms.LONG, long_norms.LONG + 4])
+@over(value=[math.inf, math.nan, 1e30], place=[0, long_norms.ROW, long_norms.LONG, long_norms.LONG + 4])
 def test_what_is_not_finite_is_seen_wherever_it_is(value: float, place: int) -> None:
     tensor = torch.zeros(long_norms.LONG + 5)
     tensor[place] = value

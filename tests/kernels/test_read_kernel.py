@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from ..rows import over
 from .where import inside
 
 pytest.importorskip("triton")
@@ -55,8 +56,7 @@ def test_several_dtypes_views_and_layouts() -> None:
     ])  # fmt: skip
 
 
-@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf, -math.nan])
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@over(dtype=DTYPES, bad=[math.nan, math.inf, -math.inf, -math.nan])
 def test_one_bad_entry(dtype: torch.dtype, bad: float) -> None:
     gradients = [numbers(100, seed=i).to(dtype) for i in range(4)]
     gradients[2][99] = bad
@@ -64,8 +64,7 @@ def test_one_bad_entry(dtype: torch.dtype, bad: float) -> None:
     check(gradients[2:3])
 
 
-@pytest.mark.parametrize("dtype", DTYPES[1:], ids=str)
-@pytest.mark.parametrize("power", [-149, -130, -100, -64, -41, -40, -39, 49, 50, 51, 63, 64, 100, 127])
+@over(dtype=DTYPES[1:], power=[-149, -130, -100, -64, -41, -40, -39, 49, 50, 51, 63, 64, 100, 127])
 def test_squares_out_of_range(dtype: torch.dtype, power: int) -> None:
     one = 2.0**power
     check([torch.tensor([one, -one, 0.0]).to(dtype)])

@@ -14,6 +14,7 @@ from preamp.ledger import NoMasters
 from preamp.optim import LAMB, NovoGrad
 
 from ..kernels import plain
+from ..rows import over
 from .gradients import give
 
 SHAPES = [(4, 3), (7,), (1,), (2, 3, 2)]
@@ -46,8 +47,7 @@ def test_by_the_formula(name: str) -> None:
         assert torch.allclose(p.detach().double(), q, rtol=2e-5, atol=2e-6)
 
 
-@pytest.mark.parametrize("name", CASES)
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64], ids=str)
+@over(name=CASES, dtype=[torch.float16, torch.bfloat16, torch.float64])
 def test_states_without_masters_are_saved_to_the_bit(name: str, dtype: torch.dtype) -> None:
     """Moments have the dtype of the parameters then; NovoGrad's norms stay float32, also when they are loaded."""
     ours = CASES[name]

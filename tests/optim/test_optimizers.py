@@ -15,6 +15,7 @@ import preamp
 from preamp import optim
 from preamp.errors import OptimizerError
 
+from ..session.toys import same
 from .pairs import PAIRS, Make
 
 EACH = pytest.mark.parametrize("name", PAIRS)
@@ -46,10 +47,6 @@ def run(make: Make, steps: int = 20, *, missing: Callable[[int, int], bool] = la
     return [p.detach() for p in params]
 
 
-def equal(a: list[Tensor], b: list[Tensor]) -> bool:
-    return all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
-
-
 def unfused(make: Make) -> Make:
     """Torch's fused kernels go by address."""
 
@@ -65,7 +62,7 @@ def unfused(make: Make) -> Make:
 @EACH
 def test_bit_for_bit_as_torchs_fused(name: str) -> None:
     ours, torchs = PAIRS[name]
-    assert equal(run(ours), run(torchs))
+    assert same(run(ours), run(torchs))
 
 
 @EACH
@@ -77,7 +74,7 @@ def test_parameters_that_miss_gradients_now_and_then(name: str) -> None:
         return (step * 7 + i * 3) % 5 == 0 or (i == 2 and step < 6)
 
     if "momentum" not in name:
-        assert equal(run(ours, missing=missing), run(torchs, missing=missing))
+        assert same(run(ours, missing=missing), run(torchs, missing=missing))
         return
     with pytest.raises(TypeError, match="NoneType"):  # torch's fused SGD cannot; should it learn to, compare with it
         run(torchs, missing=missing)
@@ -116,7 +113,7 @@ def test_states_have_torchs_names_and_go_both_ways(name: str) -> None:
             for set_, each in ((params, optimizer), (others, other)):
                 give(set_, step)
                 each.step()
-        assert equal([p.detach() for p in params], [p.detach() for p in others])
+        assert same([p.detach() for p in params], [p.detach() for p in others])
 
 
 @EACH
@@ -127,15 +124,15 @@ def test_low_parameters_alone_have_masters(name: str, dtype: torch.dtype) -> Non
     params = parameters(dtype)
     copies = [Parameter(p.detach().float()) for p in params]
     mine, theirs = ours(params), torchs(copies)
-    for step in range(200):
+    for step in range(40):
         give(params, step)
         for p, c in zip(params, copies, strict=True):
             c.grad = p.grad.float()
         mine.step()
         theirs.step()
-    assert equal([p.detach() for p in params], [c.detach().to(dtype) for c in copies])
+    assert same([p.detach() for p in params], [c.detach().to(dtype) for c in copies])
     assert all(p.dtype is dtype for p in params)
-    assert equal([mine.state[p]["master"] for p in params], [c.detach() for c in copies])
+    assert same([mine.state[p]["master"] for p in params], [c.detach() for c in copies])
 
 
 @LOW
@@ -146,7 +143,7 @@ def test_without_masters_low_parameters_step_as_torch_steps_them(dtype: torch.dt
         for set_, each in ((params, mine), (copies, theirs)):
             give(set_, step)
             each.step()
-    assert equal([p.detach() for p in params], [p.detach() for p in copies])
+    assert same([p.detach() for p in params], [p.detach() for p in copies])
     assert "master" not in mine.state[params[0]] and mine.state[params[0]]["exp_avg"].dtype is dtype
 
 
@@ -210,7 +207,7 @@ def test_float16_parameters_under_our_scaler() -> None:
         scaler.step(mine)
         scaler.update()
         theirs.step()
-    assert equal([mine.state[p]["master"] for p in params], [c.detach() for c in copies])
+    assert same([mine.state[p]["master"] for p in params], [c.detach() for c in copies])
 
 
 def test_torch_around_it_works() -> None:

@@ -102,6 +102,7 @@ LINES = {
 """What each raises while every sync is an error; None for nothing."""
 
 
+@pytest.mark.slow  # as all that needs the device: it is a minute of C++ to compile
 def test_it_refuses_what_a_gpu_does() -> None:
     done = run(
         "-c",

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
+from ..rows import over
 from ..session.toys import loss_of
 from .runs import LEVELS, OPTIMIZERS, Run, alike
 
@@ -177,8 +178,7 @@ def test_a_fault_changes_nothing_and_the_session_goes_on(level: str, kind: str, 
     assert {p.dtype for p in run.model.parameters()} == {torch.float32}
 
 
-@pytest.mark.parametrize("fault", FAULTS, ids=lambda f: f.__name__.replace("_", " "))
-@pytest.mark.parametrize("level", ["O2", "O4"])
+@over(level=["O2", "O4"], fault=FAULTS)
 def test_a_session_closes_right_after_a_fault(level: str, fault: Any) -> None:
     """As a program does that leaves `with preamp.prepare(...)` by the exception."""
     run, twin = Run(level), Run(level)
@@ -198,8 +198,7 @@ def test_a_session_closes_right_after_a_fault(level: str, fault: Any) -> None:
     assert alike(dict(run.model.state_dict()), dict(twin.model.state_dict()))
 
 
-@pytest.mark.parametrize("kind", OPTIMIZERS)
-@pytest.mark.parametrize("level", LEVELS)
+@over(level=LEVELS, kind=OPTIMIZERS)
 def test_a_hook_that_fails_after_the_step_finds_the_step_taken(level: str, kind: str) -> None:
     """torch's optimizers have stepped when their post hooks run: weights, masters and moments are the step's."""
     run, twin = Run(level, kind), Run(level, kind)
@@ -237,8 +236,7 @@ def schedule(run: Run) -> None:
         run.step(index, factor=INF if index in (2, 5) else 1.0)
 
 
-@pytest.mark.parametrize("kind", OPTIMIZERS)
-@pytest.mark.parametrize("pair", PAIRS, ids="-".join)
+@over(pair=PAIRS, kind=OPTIMIZERS)
 def test_two_sessions_do_not_disturb_each_other(pair: tuple[str, str], kind: str) -> None:
     """Interleaved step by step, one of them with faults, bit for bit what each is alone."""
     alone = []

@@ -20,6 +20,7 @@ from preamp.checkpoint._file import FORMAT
 from preamp.errors import CheckpointError, PreampError
 from preamp.tree import tensors
 
+from .. import forks
 from .runs import LEVELS, OPTIMIZERS, Run, alike, sealed, seeded
 
 save, load = preamp.checkpoint.save, preamp.checkpoint.load
@@ -290,9 +291,10 @@ FULL = """
 @pytest.mark.skipif(os.name != "posix", reason="limits of file size are POSIX's")
 def test_no_room_on_the_disk(tmp_path: Path) -> None:
     """The system refuses bytes in the middle of a file: the old one stays, nothing else does, the error says why."""
-    ran = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(FULL), str(tmp_path)], capture_output=True, text=True, timeout=120
-    )
+    script, folder = tmp_path / "full.py", tmp_path / "files"
+    script.write_text(textwrap.dedent(FULL))
+    folder.mkdir()
+    ran = forks.run([str(script), str(folder)])
     assert ran.returncode == 0, ran.stderr
     saved, later, exported, nowhere = ran.stdout.splitlines()
     for line in (saved, later):

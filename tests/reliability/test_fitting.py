@@ -16,6 +16,8 @@ import preamp
 from preamp import checkpoint
 from preamp.errors import CheckpointError, OptimizerError
 
+from ..rows import check_rows, over
+
 
 class Old(nn.Module):
     """Two layers."""
@@ -113,8 +115,7 @@ def test_odd_states_of_other_optimizers_load(tmp_path: Path, make: Callable[[Ten
         assert len(fresh.state) == 4
 
 
-@pytest.mark.parametrize("states", ["float32", "8bit"])
-@pytest.mark.parametrize("master", ["float32", "split"])
+@over(states=["float32", "8bit"], master=["float32", "split"])
 def test_states_in_8_bits_and_masters(states: str, master: str) -> None:
     def made(model: nn.Module) -> Any:
         return preamp.optim.AdamW(model.parameters(), 1e-3, states=states, master=master)
@@ -273,40 +274,13 @@ def with_steps(count: Any) -> Callable[[Any], Any]:
     return lambda state: {**state, "state": {n: {**row, "step": count} for n, row in state["state"].items()}}
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
-        renamed, lambda state: {**state, "state": {"a": 1}},
-        lambda state: {**state, "state": {**state["state"], 7: {}}},
-        with_steps(-1), with_steps(torch.tensor(-1.0)), with_steps(float("nan")), with_steps(torch.tensor(torch.inf)),
-    ],
-    ids=["a name", "a number of a name", "one too many", "-1", "-1.0", "nan", "inf"],
-)  # fmt: skip
-@pytest.mark.parametrize(
-    ("level", "kind"), [("O4", "torch.AdamW"), ("O5", "torch.Adagrad"), ("O5", "preamp.AdamW"), ("O4", "preamp.LAMB")]
-)
-def test_states_of_no_parameter_and_steps_that_nobody_takes(
-    tmp_path: Path, kind: str, level: str, change: Callable[[Any], Any]
-) -> None:
-    model = nn.Linear(4, 4)
-    optimizer = of(kind)(model.parameters())
-    session = preamp.prepare(model, optimizer, level=level)
+def with_moment(change: Callable[[Tensor], Any], name: str = "") -> Callable[[Any], Any]:
+    """The first moment, or what is said, of the first parameter."""
 
-    taken(session, model)
-    given: Any = Given(change(copy.deepcopy(optimizer.state_dict())))
-    checkpoint.save(tmp_path / "a.pt", model=model, optimizer=given, session=session)
-    before = str([model.state_dict(), optimizer.state_dict(), session.state_dict()])
-    with pytest.raises(CheckpointError, match="nothing was loaded"):
-        checkpoint.load(tmp_path / "a.pt", model=model, optimizer=optimizer, session=session)
-    assert before == str([model.state_dict(), optimizer.state_dict(), session.state_dict()])
-    taken(session, model)
-    session.close()
-    assert all(p.isfinite().all() for p in model.parameters())
-
-
-def with_moment(name: str, change: Callable[[Tensor], Any]) -> Callable[[Any], Any]:
     def changed(state: Any) -> Any:
-        state["state"][0] = {**state["state"][0], name: change(state["state"][0][name])}
+        row = dict(state["state"][0])
+        which = name or next(each for each in row if each != "step")
+        state["state"][0] = {**row, which: change(row[which])}
         return state
 
     return changed
@@ -316,32 +290,44 @@ def with_option(name: str, value: Any) -> Callable[[Any], Any]:
     return lambda state: {**state, "param_groups": [{**state["param_groups"][0], name: value}]}
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
-        *(
-            with_moment("exp_avg", change)
-            for change in (Tensor.to_sparse, Tensor.long, Tensor.bool, lambda t: t + 0j, lambda t: t.to("meta"))
-        ),
-        *(with_moment("step", change) for change in (lambda t: t + 1j, Tensor.to_sparse, lambda t: t.to("meta"))),
-        *(with_option("lr", lr) for lr in (-1.0, float("nan"), float("inf"), torch.tensor(-1.0))),
-        with_option("weight_decay", float("nan")),
-        with_option("betas", (float("nan"), 0.9)),
-    ],
-)
-@pytest.mark.parametrize("kind", ["torch.AdamW", "preamp.AdamW"])
-def test_moments_and_options_that_no_step_can_be_made_with(
-    tmp_path: Path, kind: str, change: Callable[[Any], Any]
-) -> None:
-    model = Old(4)
+UNFIT: list[tuple[str, Callable[[Any], Any]]] = [
+    ("a name for a parameter", renamed), ("a number for a state", lambda state: {**state, "state": {"a": 1}}),
+    ("a state too many", lambda state: {**state, "state": {**state["state"], 7: {}}}),
+    *((f"step {count}", with_steps(count))
+      for count in (-1, torch.tensor(-1.0), float("nan"), torch.tensor(torch.inf))),
+    *((f"moment {change}", with_moment(change))
+      for change in (Tensor.to_sparse, Tensor.long, Tensor.bool, lambda t: t + 0j, lambda t: t.to("meta"))),
+    *((f"step by {change}", with_moment(change, "step"))
+      for change in (lambda t: t + 1j, Tensor.to_sparse, lambda t: t.to("meta"))),
+    *((f"lr {lr}", with_option("lr", lr)) for lr in (-1.0, float("nan"), float("inf"), torch.tensor(-1.0))),
+    ("a decay", with_option("weight_decay", float("nan"))),
+]  # fmt: skip
+BETAS = ("betas", with_option("betas", (float("nan"), 0.9)))
+
+
+@pytest.mark.parametrize(("level", "kind"), [
+    ("O0", "torch.AdamW"), ("O4", "torch.AdamW"), ("O5", "torch.Adagrad"), ("O5", "preamp.AdamW"),
+    ("O4", "preamp.LAMB"),
+])  # fmt: skip
+def test_moments_and_options_that_no_step_can_be_made_with(tmp_path: Path, kind: str, level: str) -> None:
+    """And states of no parameter. Nothing is loaded, and a step can be made with what was there."""
+    model = nn.Linear(4, 4)
     optimizer = of(kind)(model.parameters())
-    train(model, optimizer)
-    given: Any = Given(change(copy.deepcopy(optimizer.state_dict())))
-    checkpoint.save(tmp_path / "a.pt", model=model, optimizer=given)
-    before = str([model.state_dict(), optimizer.state_dict()])
-    with pytest.raises(CheckpointError, match="nothing was loaded"):
-        checkpoint.load(tmp_path / "a.pt", model=model, optimizer=optimizer)
-    assert before == str([model.state_dict(), optimizer.state_dict()])
+    session = preamp.prepare(model, optimizer, level=level)
+    taken(session, model)
+
+    def refused(_: str, change: Callable[[Any], Any]) -> None:
+        given: Any = Given(change(copy.deepcopy(optimizer.state_dict())))
+        checkpoint.save(tmp_path / "a.pt", model=model, optimizer=given, session=session)
+        before = str([model.state_dict(), optimizer.state_dict(), session.state_dict()])
+        with pytest.raises(CheckpointError, match="nothing was loaded"):
+            checkpoint.load(tmp_path / "a.pt", model=model, optimizer=optimizer, session=session)
+        assert before == str([model.state_dict(), optimizer.state_dict(), session.state_dict()])
+
+    check_rows([*UNFIT, *([BETAS] if "Adagrad" not in kind else [])], refused)
+    taken(session, model)
+    session.close()
+    assert all(p.isfinite().all() for p in model.parameters())
 
 
 def test_sparse_momentum_of_sparse_gradients_loads(tmp_path: Path) -> None:
@@ -364,31 +350,44 @@ TAKEN: dict[str, tuple[str, ...]] = {
 """What has the states that an optimizer steps with; of the others it is the one of the same name."""
 
 
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, int], Path]:
+    """The file of an optimizer of a kind after so many steps, which is written once."""
+    folder = tmp_path_factory.mktemp("files")
+
+    def file(kind: str, steps: int) -> Path:
+        path, model = folder / f"{kind} {steps}.pt", Old(4)
+        if not path.exists():
+            optimizer = of(kind)(model.parameters())
+            train(model, optimizer, steps)
+            checkpoint.save(path, model=model, optimizer=optimizer)
+        return path
+
+    return file
+
+
 @pytest.mark.parametrize("steps", [3, 0], ids=["stepped", "new"])
 @pytest.mark.parametrize(
     "wanted", [kind for kind in KINDS if "preamp" in kind] + ["preamp.SGD0", "torch.Adam", "torch.Adagrad"]
 )
-def test_states_of_another_optimizer(tmp_path: Path, wanted: str, steps: int) -> None:
+def test_states_of_another_optimizer(files: Callable[[str, int], Path], wanted: str, steps: int) -> None:
     """Refused by optimizers of preamp as by torch's; the same algorithm's of the other library are taken."""
     name = wanted.partition(".")[2].rstrip("0")
     taken = TAKEN.get(wanted, TAKEN.get(name, (name,)))
     for saved in KINDS:
-        model, other = Old(4), Old(4)
-        optimizer = of(saved)(model.parameters())
-        train(model, optimizer, steps)
-        checkpoint.save(tmp_path / "a.pt", model=model, optimizer=optimizer)
+        other = Old(4)
         plain = wanted.endswith("SGD0")
         fresh = preamp.optim.SGD(other.parameters(), 0.1) if plain else of(wanted)(other.parameters())
         before = str([other.state_dict(), fresh.state_dict()])
         if saved.partition(".")[2] not in taken:
             try:
-                checkpoint.load(tmp_path / "a.pt", model=other, optimizer=fresh)
+                checkpoint.load(files(saved, steps), model=other, optimizer=fresh)
             except CheckpointError:
                 assert before == str([other.state_dict(), fresh.state_dict()])
             else:
                 assert not steps, f"{saved} into {wanted}"
         else:
-            checkpoint.load(tmp_path / "a.pt", model=other, optimizer=fresh)
+            checkpoint.load(files(saved, steps), model=other, optimizer=fresh)
             train(other, fresh)
 
 

@@ -116,15 +116,6 @@ def test_anchors_are_unique_and_linked():
     assert "nav" not in Page(few.to_html()).tags
 
 
-def test_every_drawing_has_a_name_for_screen_readers():
-    page = Page(rich("word").to_html())
-    drawings = page.tags.count("svg")
-    assert drawings == 4 * 3 * 2
-    assert page.attributes.count(("svg", "role", "img")) == drawings
-    assert page.attributes.count(("svg", "aria-label", "word")) == drawings
-    assert page.tags.count("desc") == drawings
-
-
 def test_numbers_are_right_aligned_with_a_true_minus():
     html = Report("t", "v", [Section("s", items=[Table("", ["n"], [(-1.5,), (None,)])])]).to_html()
     assert '<td class="right brief">\u22121.5</td>' in html

@@ -15,6 +15,8 @@ from torch.nn import Parameter
 import preamp
 from preamp.errors import ScaleError
 
+from ..rows import over
+
 SCALERS = [torch.amp.GradScaler, preamp.GradScaler]
 EACH = pytest.mark.parametrize("kind", SCALERS)
 
@@ -221,9 +223,7 @@ def test_bad_arguments_are_refused(arguments: dict[str, object]) -> None:
             preamp.DynamicScale(**arguments)
 
 
-@pytest.mark.parametrize("optimizer", [torch.optim.SGD, torch.optim.Adam])
-@pytest.mark.parametrize("found", [1.0, math.inf])
-@pytest.mark.parametrize("unscale", [True, False])
+@over(optimizer=[torch.optim.SGD, torch.optim.Adam], found=[1.0, math.inf], unscale=[True, False])
 def test_complex_gradients(optimizer: type[torch.optim.Optimizer], found: float, unscale: bool) -> None:
     torch.manual_seed(0)
     parameters = [Parameter(torch.randn(4, dtype=torch.complex64)), Parameter(torch.randn(3))]
@@ -247,12 +247,14 @@ def test_complex_gradients(optimizer: type[torch.optim.Optimizer], found: float,
         torch.testing.assert_close(one, other)
 
 
-def test_a_step_inside_of_an_open_region_is_seen_by_the_next_forward_pass() -> None:
+@over(enabled=[True, False], dtype=[torch.float16, torch.bfloat16])
+def test_a_step_inside_of_an_open_region_is_seen_by_the_next_forward_pass(enabled: bool, dtype: torch.dtype) -> None:
     torch.manual_seed(0)
     layer, x = torch.nn.Linear(8, 4), torch.randn(16, 8)
-    optimizer, scaler = torch.optim.SGD(layer.parameters(), lr=0.1), preamp.GradScaler("cpu", init_scale=8.0)
+    optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
+    scaler = preamp.GradScaler("cpu", init_scale=8.0, enabled=enabled)
     losses = []
-    with preamp.autocast("cpu", torch.bfloat16):
+    with preamp.autocast("cpu", dtype):
         for _ in range(3):
             loss = layer(x).float().square().mean()
             scaler.scale(loss).backward()

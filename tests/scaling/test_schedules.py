@@ -14,6 +14,8 @@ from hypothesis import strategies as st
 from preamp.errors import ScaleError, StateError
 from preamp.scaling import DynamicScale, HysteresisScale, LossScale, NoScale, StaticScale, loss_scale
 
+from ..rows import over
+
 CPU, META = torch.device("cpu"), torch.device("meta")
 
 FLAGS = st.lists(st.booleans(), max_size=60)
@@ -190,8 +192,7 @@ def test_the_inverse_follows_the_scale(scales: list[float]) -> None:
     assert weight.grad is not None and torch.equal(weight.grad, inverse)
 
 
-@pytest.mark.parametrize("scale", [NoScale(), StaticScale(3.0), DynamicScale(1e5)], ids=lambda scale: scale.kind)
-@pytest.mark.parametrize("shape", [(), (1,), (1, 1)], ids=str)
+@over(scale=[NoScale(), StaticScale(3.0), DynamicScale(1e5)], shape=[(), (1,), (1, 1)])
 def test_a_backward_that_begins_with_the_scale_is_that_of_the_scaled_loss(
     scale: LossScale, shape: tuple[int, ...]
 ) -> None:  # fmt: skip
@@ -210,8 +211,7 @@ def test_a_backward_that_begins_with_the_scale_is_that_of_the_scaled_loss(
         assert scale.seed(torch.ones(shape, dtype=dtype)) is None
 
 
-@pytest.mark.parametrize("kind", [DynamicScale, HysteresisScale])
-@pytest.mark.parametrize("bound", [2147483647.0, 0.1, 3.3e7])
+@over(kind=[DynamicScale, HysteresisScale], bound=[2147483647.0, 0.1, 3.3e7])
 def test_a_scale_at_a_bound_that_float32_rounds_is_saved_and_loaded(kind: type[DynamicScale], bound: float) -> None:
     schedule = kind(bound, min_scale=bound, max_scale=bound)
     kind(bound, min_scale=bound, max_scale=bound).load_state_dict(schedule.state_dict())

@@ -19,6 +19,8 @@ import preamp
 from preamp.errors import ScaleCollapse, ScaleError, StateError
 from preamp.scaling import DynamicScale, LossScale, NoScale, ScaleEvent, StaticScale
 
+from ..rows import over
+
 
 def model(seed: int = 0) -> nn.Sequential:
     torch.manual_seed(seed)
@@ -95,8 +97,7 @@ def test_pickling_and_copying(started: bool) -> None:
             run_some(twin, 20, tuple(range(20)))
 
 
-@pytest.mark.parametrize("fused", [False, True])
-@pytest.mark.parametrize("unscaled", [False, True])
+@over(fused=[False, True], unscaled=[False, True])
 def test_skipped_tells_the_truth(fused: bool, unscaled: bool) -> None:
     m, s = model(), scaler(preamp.GradScaler)
     assert s.skipped is False

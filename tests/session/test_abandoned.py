@@ -13,6 +13,8 @@ from torch import Tensor, nn
 
 import preamp
 
+from ..rows import over
+
 OUTLIER, BATCH = torch.tensor([[100.0, 0, 0, 0]]), torch.tensor([[0, 1.0, 0, 0]])  # gradients of a sum are the input
 LEVELS = ("O1", "O2", "O4", "O5")
 OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
@@ -65,8 +67,7 @@ def applied(session: preamp.Session, model: nn.Linear) -> list[float]:
     return (before - model.weight.detach().float())[0].round(decimals=1).tolist()
 
 
-@pytest.mark.parametrize("kind", OPTIMIZERS)
-@pytest.mark.parametrize("level", LEVELS)
+@over(level=LEVELS, kind=OPTIMIZERS)
 def test_an_abandoned_step_leaves_nothing(level: str, kind: str) -> None:
     every = list(itertools.product(READS, CLEARS, (False, True)))
     for read, clear, late in every[list(OPTIMIZERS).index(kind) :: len(OPTIMIZERS)]:  # what they do is the session's
@@ -97,8 +98,7 @@ def test_an_abandoned_overflow_leaves_nothing(level: str) -> None:
         session.close()
 
 
-@pytest.mark.parametrize("level", LEVELS)
-@pytest.mark.parametrize("clear", ["optimizer", "optimizer, to zero", "model", "by hand"])
+@over(level=LEVELS, clear=["optimizer", "optimizer, to zero", "model", "by hand"])
 def test_abandoned_losses_with_scales_of_their_own(level: str, clear: str) -> None:
     model, optimizer, session = prepared(level, "torch", losses=("a", "b"), scale={"a": 8.0, "b": 4.0})
     backward(session, model, OUTLIER, name="a")
@@ -137,9 +137,7 @@ def test_a_hook_that_clears_gradients_after_the_step(level: str) -> None:
     session.close()
 
 
-@pytest.mark.parametrize("losses", [("loss",), ("a", "b")])
-@pytest.mark.parametrize("kind", OPTIMIZERS)
-@pytest.mark.parametrize("level", LEVELS)
+@over(level=LEVELS, kind=OPTIMIZERS, losses=[("loss",), ("a", "b")])
 def test_clipping_at_every_micro_batch(level: str, kind: str, losses: tuple[str, ...]) -> None:
     """Gradients so far are shrunk and accumulation goes on, as in plain torch."""
     inputs = [OUTLIER, BATCH * 3, BATCH + OUTLIER]
@@ -175,8 +173,7 @@ def test_clipping_a_micro_batch_that_overflowed_skips_the_step(level: str) -> No
     session.close()
 
 
-@pytest.mark.parametrize("kind", OPTIMIZERS)
-@pytest.mark.parametrize("level", LEVELS)
+@over(level=LEVELS, kind=OPTIMIZERS)
 def test_gradients_from_before_prepare_count_in_full(level: str, kind: str) -> None:
     for losses in (("loss",), ("a", "b")):
         torch.manual_seed(0)
@@ -190,8 +187,7 @@ def test_gradients_from_before_prepare_count_in_full(level: str, kind: str) -> N
         session.close()
 
 
-@pytest.mark.parametrize("level", LEVELS)
-@pytest.mark.parametrize("read", [None, *READS])
+@over(level=LEVELS, read=[None, *READS])
 def test_close_between_backward_and_step_leaves_true_gradients(level: str, read: str | None) -> None:
     model, optimizer, session = prepared(level, "torch")
     backward(session, model, BATCH * 0.5)

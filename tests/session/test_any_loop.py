@@ -7,11 +7,12 @@ import random
 from collections.abc import Callable
 from typing import Any
 
-import pytest
 import torch
 from torch import Tensor, nn
 
 import preamp
+
+from ..rows import over
 
 MAKERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "torch": lambda params: torch.optim.SGD(params, 0.05, momentum=0.5),
@@ -163,8 +164,7 @@ def play(run: Plain, seed: int) -> list[Tensor]:
     return [p.detach() for p in run.model.parameters()]
 
 
-@pytest.mark.parametrize("maker", [maker for maker in MAKERS if maker != "foreach"])
-@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O4", "O5"])
+@over(level=["O0", "O1", "O2", "O4", "O5"], maker=[maker for maker in MAKERS if maker != "foreach"])
 def test_random_loops(level: str, maker: str) -> None:
     rough = {"O0": 1e-5, "O1": 2e-2, "O2": 2e-2, "O4": 4e-2, "O5": 6e-2}[level]
     for seed in range(list(MAKERS).index(maker) % 2, SEEDS, 2):  # each level plays them all

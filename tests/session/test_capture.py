@@ -15,6 +15,8 @@ from torch import Tensor, nn
 import preamp
 from preamp.errors import PreampWarning, SessionError
 
+from ..rows import over
+
 
 class Graph:
     """In the place of torch.cuda.CUDAGraph."""
@@ -127,8 +129,7 @@ def test_momentum_that_waits_for_a_first_step_is_not_captured() -> None:
         assert step(1) == (1, 1)
 
 
-@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O5"])
-@pytest.mark.parametrize("what", ["session", "optimizer"])
+@over(level=["O0", "O1", "O2", "O5"], what=["session", "optimizer"])
 def test_loaded_states_lie_elsewhere_so_the_graph_is_made_anew(level: str, what: str) -> None:
     with captured(level) as step:
         step(6)

@@ -14,7 +14,8 @@ from torch.utils.checkpoint import checkpoint
 
 import preamp
 
-from .toys import backward, batch, mlp, same, train, weights
+from ..rows import over
+from .toys import backward, batch, loss_of, mlp, same, step, train, weights
 
 
 class Casts(TorchDispatchMode):
@@ -72,9 +73,7 @@ def fused_step(model: nn.Module) -> None:
     torch._fused_sgd_(parameters, gradients, [], lr=1.0, maximize=True, **options)
 
 
-@pytest.mark.parametrize("whose", ["the session's", "a stranger's"])
-@pytest.mark.parametrize("change", CHANGES)
-@pytest.mark.parametrize("level", ["O1", "O4"])
+@over(level=["O1", "O4"], change=CHANGES, whose=["the session's", "a stranger's"])
 def test_no_region_serves_a_cast_of_what_was(level: str, change: str, whose: str) -> None:
     """Between micro-batches of the session: the model, another one, in a session's region, preamp's or torch's."""
     model, stranger = mlp(norm=False), mlp(1, norm=False)
@@ -95,18 +94,27 @@ def test_no_region_serves_a_cast_of_what_was(level: str, change: str, whose: str
 
 @pytest.mark.parametrize("level", ["O1", "O4"])
 def test_a_region_left_open_over_several_steps(level: str) -> None:
-    def run(left_open: bool) -> list[Tensor]:
+    """Whether the session steps or, where no scale is in the way, the script itself."""
+
+    def run(left_open: bool, own: bool) -> list[Tensor]:
         model = mlp(norm=False)
-        with preamp.prepare(model, torch.optim.SGD(model.parameters(), 0.5), level=level, scale=2.0) as session:
+        optimizer = torch.optim.SGD(model.parameters(), 0.5)
+        with preamp.prepare(model, optimizer, level=level, scale=1.0 if own else 2.0) as session:
             with session.autocast(enabled=left_open):
-                train(session, model, range(4))
+                for index in range(4):
+                    if own:
+                        session.autocast()(loss_of)(model, index).backward()
+                        optimizer.step()
+                        optimizer.zero_grad()
+                    else:
+                        step(session, model, index)
             return weights(model)
 
-    assert same(run(True), run(False))
+    for own in (False, True):
+        assert same(run(True, own), run(False, own)), own
 
 
-@pytest.mark.parametrize("reentrant", [True, False])
-@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O4", "O5"])
+@over(level=["O0", "O1", "O2", "O4", "O5"], reentrant=[True, False])
 def test_a_region_opened_inside_of_the_checkpointed_function(level: str, reentrant: bool) -> None:
     def run(checkpointed: bool) -> list[Tensor]:
         model = mlp()

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 import preamp
 from preamp.errors import PreampWarning, SessionError
 
+from ..rows import over
 from .toys import LEVELS, loss_of, mlp, same, weights
 
 T = TypeVar("T")
@@ -67,8 +68,7 @@ def test_forward_keeps_its_signature(level: str) -> None:
     assert (inspect.signature(model.forward), model.forward.__doc__, model.forward.__qualname__) == before
 
 
-@pytest.mark.parametrize("level", LEVELS)
-@pytest.mark.parametrize("make", [GenericFirst[int], GenericLast, lambda: GenericLinear(4, 4), WithSlots])
+@over(level=LEVELS, make=[GenericFirst[int], GenericLast, lambda: GenericLinear(4, 4), WithSlots])
 def test_generic_classes(level: str, make: Any) -> None:
     model = make()
     kind = type(model)
@@ -107,23 +107,6 @@ def test_a_norm_that_is_parametrized_while_prepared(level: str) -> None:
     for module in (model.norm, model.layer):
         parametrize.remove_parametrizations(module, "weight")
     assert type(model.norm) is nn.LayerNorm and type(model.layer) is nn.Linear
-
-
-@pytest.mark.parametrize("level", [level for level in LEVELS if level != "O3"])
-def test_a_parametrization_that_is_removed_while_prepared(level: str) -> None:
-    model = nn.Sequential(nn.LayerNorm(4), nn.Linear(4, 4))
-    for module in model:
-        parametrize.register_parametrization(module, "weight", Halved())
-    x = torch.randn(2, 4)
-    expected = model(x)
-    session = prepared(model, level)
-    for module in model:
-        parametrize.remove_parametrizations(module, "weight", leave_parametrized=False)
-    with session.autocast():
-        model(x)
-    session.close()
-    assert [type(module) for module in model] == [nn.LayerNorm, nn.Linear]
-    assert not torch.equal(model(x), expected), "it is no longer halved"
 
 
 @pytest.mark.parametrize("level", ["O2", "O5"])
@@ -166,8 +149,7 @@ def test_a_model_whose_session_was_lost_may_be_prepared_anew() -> None:
     assert [type(m) for m in model.modules()] == [type(m) for m in mlp().modules()]
 
 
-@pytest.mark.parametrize("first", LEVELS)
-@pytest.mark.parametrize("second", LEVELS)
+@over(first=LEVELS, second=LEVELS)
 def test_one_model_has_one_session(first: str, second: str) -> None:
     model = mlp()
     with prepared(model, first):
@@ -251,8 +233,7 @@ def test_float32_buffers_stay(level: str) -> None:
     assert model.mask.dtype is torch.float32
 
 
-@pytest.mark.parametrize("level", ["O2", "O5"])
-@pytest.mark.parametrize("inside", [True, False])
+@over(level=["O2", "O5"], inside=[True, False])
 def test_a_table_of_positions_that_stays_float32_meets_16_bit_weights(level: str, inside: bool) -> None:
     """In a session's region and outside of any: there the model enters one of its own."""
 

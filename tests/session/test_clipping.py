@@ -7,6 +7,7 @@ import torch
 
 import preamp
 
+from ..rows import over
 from .toys import backward, loss_of, mlp, same, weights
 
 
@@ -53,9 +54,7 @@ def test_clipping_is_of_true_gradients(level: str, kind: str) -> None:
             assert float((after - before).norm()) == pytest.approx(0.01, rel=1e-3)
 
 
-@pytest.mark.parametrize("true", [False, True])
-@pytest.mark.parametrize("bad", [float("inf"), float("nan")])
-@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O4", "O5"])
+@over(level=["O0", "O1", "O2", "O4", "O5"], bad=[float("inf"), float("nan")], true=[False, True])
 def test_optimizers_that_were_clipped_together_skip_together(level: str, bad: float, true: bool) -> None:
     """Their common norm is not finite when one gradient is not; the others, shrunk by it, would be zeros or NaN."""
     for together in (True, False):

@@ -8,6 +8,7 @@ from torch import nn
 
 import preamp
 
+from ..rows import over
 from .toys import LEVELS, backward, batch, loss_of, mlp, same, weights
 
 
@@ -64,8 +65,7 @@ def test_gradients_made_inside_do_not_reach_the_step(level: str) -> None:
     assert same(run(True), run(False))
 
 
-@pytest.mark.parametrize("level", [level for level in LEVELS if level != "O3"])
-@pytest.mark.parametrize("master", ["float32", "split"])
+@over(level=[level for level in LEVELS if level != "O3"], master=["float32", "split"])
 def test_between_forward_and_backward(level: str, master: str) -> None:
     """As an evaluation of a model in float32 in torch: weights that stay as they are, are not written."""
     if master == "split" and level != "O5":

@@ -12,6 +12,8 @@ from torch import Tensor, nn
 
 import preamp
 
+from ..rows import over
+
 LEVELS = ("O0", "O1", "O2", "O4", "O5", "O5,masters=no")
 MAKERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "torch": lambda p: torch.optim.AdamW(p, 1e-2, eps=1e-4),
@@ -106,10 +108,7 @@ def test_norms_of_a_frozen_base(level: str, norm: Callable[[int], nn.Module], ba
         assert train(session, model, 2) < 10
 
 
-@pytest.mark.parametrize("maker", MAKERS)
-@pytest.mark.parametrize("base", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("level", LEVELS)
-@pytest.mark.parametrize("how", ["unfrozen", "added"])
+@over(how=["unfrozen", "added"], level=LEVELS, base=[torch.float32, torch.bfloat16], maker=MAKERS)
 def test_a_parameter_that_joins_gets_what_its_level_says(how: str, level: str, base: torch.dtype, maker: str) -> None:
     model = model_of(base)
     late = model[1].base.weight

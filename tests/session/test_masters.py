@@ -15,7 +15,8 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 import preamp
 
 from ..optim.pairs import PAIRS
-from .toys import MASTER_LEVELS, backward, batch, loss_of, mlp, same, step, train, weights
+from ..rows import over
+from .toys import MASTER_LEVELS, backward, batch, loss_of, mlp, same, step, weights
 
 OPTIMIZERS = {
     "SGD": lambda p: torch.optim.SGD(p, 0.1),
@@ -56,8 +57,7 @@ def reference(make_optimizer, dtype: torch.dtype, scale: float, steps: int) -> l
     return weights(model)
 
 
-@pytest.mark.parametrize("level", MASTER_LEVELS)
-@pytest.mark.parametrize("name", [*OPTIMIZERS, *PAIRS])
+@over(level=MASTER_LEVELS, name=[*OPTIMIZERS, *PAIRS])
 def test_masters_step_as_the_reference_bit_for_bit(level: str, name: str) -> None:
     """Also preamp.optim, handed gradients that are low and scaled, against torch's optimizer on float32 masters."""
     scale = 1024.0 if level == "O2" else 1.0
@@ -85,21 +85,6 @@ def test_lbfgs_is_refused_and_nothing_changes() -> None:
     with pytest.raises(preamp.errors.SessionError, match="LBFGS"):
         preamp.prepare(model, torch.optim.LBFGS(model.parameters()), level="O2")
     assert {p.dtype for p in model.parameters()} == {torch.float32}
-
-
-@pytest.mark.parametrize("level", MASTER_LEVELS)
-def test_a_group_added_later_is_mastered(level: str) -> None:
-    model = mlp()
-    optimizer = torch.optim.AdamW(model[0].parameters(), 1e-2)
-    with preamp.prepare(model, optimizer, level=level) as session:
-        train(session, model, range(3))
-        optimizer.add_param_group({"params": list(model[3].parameters()), "lr": 1e-3})
-        before = model[3].weight.detach().clone()
-        train(session, model, range(3, 6))
-        assert not torch.equal(before, model[3].weight)
-        state = optimizer.state[model[3].weight]
-        assert state["exp_avg"].dtype is torch.float32
-        assert torch.equal(session.state_dict()["masters"]["3.weight"].to(model[3].weight.dtype), model[3].weight)
 
 
 def test_a_low_parameter_from_elsewhere_is_adopted() -> None:
@@ -190,8 +175,7 @@ def test_zeroed_weights_of_split_masters_stay_numbers(states: str) -> None:
             assert 0 < float(model.weight.detach()[::2].abs().max()) < 2e-3
 
 
-@pytest.mark.parametrize("when", ["before", "after"])
-@pytest.mark.parametrize("level", ["O1", "O2", "O4", "O5"])
+@over(level=["O1", "O2", "O4", "O5"], when=["before", "after"])
 def test_averages_of_weights_are_those_of_the_masters(level: str, when: str) -> None:
     """One that moves by a hundredth of a difference stands still in 16 bits; inside full_precision() it moves."""
     model = mlp()
@@ -256,8 +240,7 @@ def test_gradients_looked_at_now_and_then(level: str, name: str, looked_at: tupl
     assert all(torch.allclose(a, b, rtol=0, atol=1e-7) for a, b in zip(*ends, strict=True))
 
 
-@pytest.mark.parametrize("library", [torch.optim, preamp.optim])
-@pytest.mark.parametrize("level", ["O2", "O5"])
+@over(level=["O2", "O5"], library=[torch.optim, preamp.optim])
 def test_weights_swapped_for_a_reading_and_back_are_trained_on(level: str, library: Any) -> None:
     """Masters follow a parameter to other memory, and back to the memory where it was."""
     torch.manual_seed(0)
@@ -288,8 +271,7 @@ def test_weights_swapped_for_a_reading_and_back_are_trained_on(level: str, libra
         assert all(float((a - b).abs().max()) < 0.02 for a, b in zip(before, after, strict=True))
 
 
-@pytest.mark.parametrize("level", MASTER_LEVELS)
-@pytest.mark.parametrize("ours", [True, False])
+@over(level=MASTER_LEVELS, ours=[True, False])
 def test_masters_follow_where_groups_take_turns(level: str, ours: bool) -> None:
     """Parameters of two groups lie in other places of the lists than in the model."""
     model = mlp()

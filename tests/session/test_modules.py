@@ -14,6 +14,7 @@ from torch import Tensor, nn
 import preamp
 from preamp.errors import PolicyError
 
+from ..rows import over
 from .toys import LEVELS, mlp
 
 
@@ -47,8 +48,7 @@ NORMS = {
 }
 
 
-@pytest.mark.parametrize("name", NORMS)
-@pytest.mark.parametrize("level", ["O2", "O5"])
+@over(level=["O2", "O5"], name=NORMS)
 def test_norms_keep_float32_and_pass_16_bits_on(level: str, name: str) -> None:
     make, shape = NORMS[name]
     model = nn.Sequential(nn.Identity(), make(), nn.Identity())
@@ -83,8 +83,7 @@ def test_norms_in_16_bits_take_what_is_float32(level: str, norms: torch.dtype, n
     assert torch.allclose(out.float(), expected, atol=0.1)
 
 
-@pytest.mark.parametrize("name", ["batch", "batch2d", "batch-plain", "instance"])
-@pytest.mark.parametrize("described", ["O3", "params=bf16,compute=bf16,norms=bf16"])
+@over(described=["O3", "params=bf16,compute=bf16,norms=bf16"], name=["batch", "batch2d", "batch-plain", "instance"])
 def test_statistics_in_16_bits_are_those_of_training(described: str, name: str) -> None:
     """Batch norm writes its statistics without telling autograd, so that versions do not show who was written."""
     make, shape = NORMS[name]
@@ -150,8 +149,7 @@ def test_rnns(level: str, kind: type[nn.RNNBase], packed: bool) -> None:
     assert losses[-1] < losses[0] - 0.05
 
 
-@pytest.mark.parametrize("cell", [nn.LSTMCell, nn.GRUCell, nn.RNNCell])
-@pytest.mark.parametrize("level", ["O1", "O2", "O4", "O5"])
+@over(level=["O1", "O2", "O4", "O5"], cell=[nn.LSTMCell, nn.GRUCell, nn.RNNCell])
 def test_rnn_cells_give_16_bits(level: str, cell: type[nn.RNNCellBase]) -> None:
     model = cell(6, 5)
     low = preamp.policy(level).compute
@@ -278,8 +276,7 @@ def test_norms_compute_in_float32_whether_they_cast_or_not(norm, shape, dtype) -
             assert torch.allclose(mine.grad, theirs.grad, rtol=1e-2, atol=1e-2)
 
 
-@pytest.mark.parametrize("ids", ["as an argument", "by name", "inside"])
-@pytest.mark.parametrize("level", ["O1", "O2", "O4", "O5"])
+@over(level=["O1", "O2", "O4", "O5"], ids=["as an argument", "by name", "inside"])
 def test_a_module_in_full_precision_that_gets_no_floating_input(level: str, ids: str) -> None:
     """A text encoder takes token ids, and a table of weights nothing at all."""
 
@@ -301,9 +298,7 @@ def test_a_module_in_full_precision_that_gets_no_floating_input(level: str, ids:
         assert encoded.dtype is preamp.policy(level).params
 
 
-@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O4", "O5"])
-@pytest.mark.parametrize("masked", [True, False])
-@pytest.mark.parametrize("inside", [True, False])
+@over(level=["O0", "O1", "O2", "O4", "O5"], masked=[True, False], inside=[True, False])
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
 def test_the_fast_path_of_a_transformer_in_eval_mode(level: str, masked: bool, inside: bool) -> None:
     """torch's fused kernels for inference take weights of one dtype; in a region they are off."""

@@ -12,6 +12,8 @@ import preamp
 from preamp.errors import SessionError
 from preamp.modules import is_norm
 
+from ..rows import over
+
 
 class HandWritten(nn.Module):
     """As in a hundred repositories: the variance of the input, and a weight behind it."""
@@ -85,8 +87,7 @@ def test_what_is_one() -> None:
         assert not is_norm(module), module
 
 
-@pytest.mark.parametrize("level", ["O2", "O5"])
-@pytest.mark.parametrize("make", [RMSNorm, FrozenBN, llama, t5])
+@over(level=["O2", "O5"], make=[RMSNorm, FrozenBN, llama, t5])
 def test_they_keep_float32_weights_and_compute_in_float32(level: str, make: Any) -> None:
     torch.manual_seed(0)
     norm, x = make(32), torch.randn(4, 32)

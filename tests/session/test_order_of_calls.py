@@ -11,6 +11,8 @@ from torch import Tensor, nn
 import preamp
 from preamp.errors import SessionError
 
+from ..rows import over
+
 SCALED, PLAIN = ("O1", "O2"), ("O0", "O4", "O5")
 LIBRARIES = {"torch": torch.optim, "preamp": preamp.optim}
 
@@ -56,9 +58,7 @@ class Run:
         assert not any(each.any() for each in self.moved())
 
 
-@pytest.mark.parametrize("library", LIBRARIES)
-@pytest.mark.parametrize("level", [*SCALED, *PLAIN])
-@pytest.mark.parametrize("how", ["closure", "closure by name", "hook"])
+@over(level=[*SCALED, *PLAIN], library=LIBRARIES, how=["closure", "closure by name", "hook"])
 def test_a_step_whose_backward_begins_inside_it(level: str, library: str, how: str) -> None:
     run = Run(level, library)
     (optimizer,) = run.optimizers
@@ -85,8 +85,7 @@ def test_a_step_whose_backward_begins_inside_it(level: str, library: str, how: s
         run.check(1)
 
 
-@pytest.mark.parametrize("library", LIBRARIES)
-@pytest.mark.parametrize("level", [*SCALED, *PLAIN])
+@over(level=[*SCALED, *PLAIN], library=LIBRARIES)
 def test_steps_of_the_session_in_hooks_of_a_backward_pass(level: str, library: str) -> None:
     run = Run(level, library, layers=2)
     for layer, optimizer in zip(run.model, run.optimizers, strict=True):
@@ -118,9 +117,7 @@ def test_a_session_without_an_optimizer(level: str) -> None:
     session.close()
 
 
-@pytest.mark.parametrize("call", ["clip_grad_norm_", "clip_grad_value_"])
-@pytest.mark.parametrize("library", LIBRARIES)
-@pytest.mark.parametrize("level", [*SCALED, *PLAIN])
+@over(level=[*SCALED, *PLAIN], library=LIBRARIES, call=["clip_grad_norm_", "clip_grad_value_"])
 def test_clipping_out_of_time(level: str, library: str, call: str) -> None:
     run = Run(level, library)
     clip = getattr(run.session, call)
@@ -139,8 +136,7 @@ def test_clipping_out_of_time(level: str, library: str, call: str) -> None:
     run.session.close()
 
 
-@pytest.mark.parametrize("library", LIBRARIES)
-@pytest.mark.parametrize("level", PLAIN)
+@over(level=PLAIN, library=LIBRARIES)
 def test_a_loss_backward_of_ones_own_is_right_without_a_scale(level: str, library: str) -> None:
     run = Run(level, library)
     run.loss().backward()
@@ -178,10 +174,7 @@ def test_gradients_made_by_hand_of_a_scaled_loss(level: str) -> None:
     run.check(1)
 
 
-@pytest.mark.parametrize("library", LIBRARIES)
-@pytest.mark.parametrize("level", [*SCALED, *PLAIN])
-@pytest.mark.parametrize("before", [True, False], ids=["forward before", "forward after"])
-@pytest.mark.parametrize("of", ["the session", "the loss", "a scaled loss"])
+@over(level=[*SCALED, *PLAIN], library=LIBRARIES, before=[True, False], of=["the session", "the loss", "a scaled loss"])
 def test_another_backward_after_unscale(level: str, library: str, before: bool, of: str) -> None:
     run = Run(level, library)
     first, second = run.loss(1), run.loss(2)
@@ -217,8 +210,7 @@ def test_a_late_gradient_that_is_not_finite_skips_the_step(level: str) -> None:
     run.unmoved()
 
 
-@pytest.mark.parametrize("library", LIBRARIES)
-@pytest.mark.parametrize("level", [*SCALED, *PLAIN])
+@over(level=[*SCALED, *PLAIN], library=LIBRARIES)
 def test_one_optimizer_stepped_twice(level: str, library: str) -> None:
     run = Run(level, library, layers=2)
     a, b = run.optimizers
@@ -236,8 +228,7 @@ def test_one_optimizer_stepped_twice(level: str, library: str) -> None:
         assert (moved - 2 * right).norm() < 0.02 * right.norm()
 
 
-@pytest.mark.parametrize("library", LIBRARIES)
-@pytest.mark.parametrize("level", [*SCALED, *PLAIN])
+@over(level=[*SCALED, *PLAIN], library=LIBRARIES)
 def test_an_optimizer_without_gradients(level: str, library: str) -> None:
     run = Run(level, library, layers=2)
     with run.session.autocast():

@@ -18,6 +18,7 @@ import preamp
 from preamp import optim
 from preamp.errors import SessionError
 
+from ..rows import over
 from .toys import loss_of, mlp, same, weights
 
 
@@ -82,8 +83,7 @@ def regression(level: str, kind: str, **options: Any) -> tuple[nn.Module, Any, p
     return model, optimizer, session, lambda: F.mse_loss(model(x).float(), x.sum(1, keepdim=True))
 
 
-@pytest.mark.parametrize("level", ["O2", "O5"])
-@pytest.mark.parametrize("kind", ["foreach", "fused"])
+@over(level=["O2", "O5"], kind=["foreach", "fused"])
 def test_a_loop_of_its_own_is_refused_where_masters_exist(level: str, kind: str) -> None:
     model, optimizer, session, loss_now = regression(level, kind)
     before = weights(model)
@@ -112,9 +112,7 @@ def test_an_optimizer_that_knows_the_masters_may_be_stepped_by_itself(level: str
     assert loss_now().item() == pytest.approx(trained, abs=0.05)
 
 
-@pytest.mark.parametrize("level", ["O1", "O2"])
-@pytest.mark.parametrize("kind", ["foreach", "fused", "preamp"])
-@pytest.mark.parametrize("how", ["backward", "scale", "backward after many steps"])
+@over(level=["O1", "O2"], kind=["foreach", "fused", "preamp"], how=["backward", "scale", "backward after many steps"])
 def test_scaled_gradients_are_not_stepped(level: str, kind: str, how: str) -> None:
     model, optimizer, session, loss_now = regression(level, kind)
     loss_now = session.autocast()(loss_now)
@@ -172,8 +170,7 @@ def test_a_copy_of_the_optimizer_is_nobodys() -> None:
         twin.step()
 
 
-@pytest.mark.parametrize("level", ["O1", "O2", "O5"])
-@pytest.mark.parametrize("kind", ["foreach", "fused", "preamp"])
+@over(level=["O1", "O2", "O5"], kind=["foreach", "fused", "preamp"])
 def test_in_full_precision_a_step_is_torchs_and_reaches_the_masters(level: str, kind: str) -> None:
     """As torch.distributed.checkpoint takes one to make states that are missing."""
     model, optimizer, session, loss_now = regression(level, kind)

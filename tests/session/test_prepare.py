@@ -13,6 +13,7 @@ from torch import Tensor, nn
 import preamp
 from preamp.errors import PolicyError, SessionError
 
+from ..rows import over
 from .toys import LEVELS, backward, batch, loss_of, mlp, same, step, weights
 
 
@@ -109,8 +110,7 @@ def test_an_optimizer_of_another_model_is_refused(level: str) -> None:
         pass
 
 
-@pytest.mark.parametrize("level", ["O0", "O4"])
-@pytest.mark.parametrize("kind", [torch.optim, preamp.optim])
+@over(level=["O0", "O4"], kind=[torch.optim, preamp.optim])
 def test_optimizers_may_have_parameters_in_common_where_gradients_are_true(level: str, kind: Any) -> None:
     """An encoder that two optimizers index, as torch does it: clipped by each, and stepped in turn or at once."""
 

@@ -14,6 +14,8 @@ from torch import Tensor, nn
 import preamp
 from preamp.errors import SessionError
 
+from ..rows import over
+
 pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning", "ignore:.*torch.jit:FutureWarning")
 LEVELS = ["O0", "O1", "O2", "O3", "O4", "O5"]
 
@@ -92,9 +94,7 @@ def test_a_copy_that_was_made_in_full_precision_is_plain(level: str) -> None:
         torch.testing.assert_close(program(X), wide)
 
 
-@pytest.mark.parametrize("level", ["O2", "O5"])
-@pytest.mark.parametrize("full", [False, True])
-@pytest.mark.parametrize("make", [torch.fx.symbolic_trace, torch.jit.script], ids=["fx", "script"])
+@over(make=[torch.fx.symbolic_trace, torch.jit.script], full=[False, True], level=["O2", "O5"])
 def test_programs_that_would_lose_casts_are_refused(make: Any, full: bool, level: str) -> None:
     model = network()
     with prepared(model, level) as session:
@@ -112,8 +112,7 @@ def test_programs_that_would_lose_casts_are_refused(make: Any, full: bool, level
     make(model)
 
 
-@pytest.mark.parametrize("strict", [False, True])
-@pytest.mark.parametrize("level", ["O2", "O5"])
+@over(level=["O2", "O5"], strict=[False, True])
 def test_a_program_exported_in_full_precision_runs_afterwards(level: str, strict: bool) -> None:
     model = network()
     with prepared(model, level) as session:

@@ -43,8 +43,10 @@ def loss_of(session: preamp.Session, model: nn.Module, i: int) -> Tensor:
         return (model(x).float() - y).square().mean()
 
 
-def through_scaler(level: str, kind: str, steps: range, clip: str | None, state: Any = None) -> Any:
-    """A loop that knows GradScaler alone, two micro-batches a step."""
+def trained(
+    level: str, kind: str, steps: range, clip: str | None = None, *, scaled: bool = True, state: Any = None
+) -> Any:
+    """By a loop that knows GradScaler alone, or by one that knows sessions; two micro-batches a step."""
     model, optimizer, session = made(level, kind)
     scaler = preamp.SessionScaler(session)
     if state is not None:
@@ -54,37 +56,24 @@ def through_scaler(level: str, kind: str, steps: range, clip: str | None, state:
     skips = []
     for i in steps:
         for half in (2 * i, 2 * i + 1):
-            scaler.scale(loss_of(session, model, half) / 2).backward()
+            loss = loss_of(session, model, half) / 2
+            scaler.scale(loss).backward() if scaled else session.backward(loss)
         if clip is not None:
-            scaler.unscale_(optimizer)
+            scaler.unscale_(optimizer) if scaled else session.unscale_()
             torch.nn.utils.clip_grad_norm_(model.parameters(), 0.05)
-        scaler.step(optimizer)
-        scaler.update()
-        optimizer.zero_grad()
-        skips.append((scaler.skipped, scaler.get_scale()))
-    return skips, saved(model, optimizer, session)
-
-
-def by_session(level: str, kind: str, steps: range, clip: str | None) -> Any:
-    model, optimizer, session = made(level, kind)
-    skips = []
-    for i in steps:
-        for half in (2 * i, 2 * i + 1):
-            session.backward(loss_of(session, model, half) / 2)
-        if clip is not None:
-            session.unscale_()
-            torch.nn.utils.clip_grad_norm_(model.parameters(), 0.05)
-        report = session.step()
-        session.zero_grad()
-        skips.append((report.skipped, session.loss_scale()))
-    return skips, saved(model, optimizer, session)
-
-
-def saved(model: nn.Module, optimizer: torch.optim.Optimizer, session: preamp.Session) -> dict[str, Any]:
+        if scaled:
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+            skips.append((scaler.skipped, scaler.get_scale()))
+        else:
+            report = session.step()
+            session.zero_grad()
+            skips.append((report.skipped, session.loss_scale()))
     states = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "scaler": session.state_dict()}
-    copied: dict[str, Any] = copy.deepcopy(states)
+    copied = copy.deepcopy(states)
     session.close()
-    return copied
+    return skips, copied
 
 
 @pytest.mark.parametrize(
@@ -96,17 +85,17 @@ def saved(model: nn.Module, optimizer: torch.optim.Optimizer, session: preamp.Se
     ],
 )
 def test_it_trains_as_the_session(level: str, kind: str, clip: str | None) -> None:
-    skips, trained = through_scaler(level, kind, range(12), clip)
-    wanted_skips, wanted = by_session(level, kind, range(12), clip)
+    skips, found = trained(level, kind, range(12), clip)
+    wanted_skips, wanted = trained(level, kind, range(12), clip, scaled=False)
     assert skips == wanted_skips and [skip for skip, _ in skips].count(True) >= 1
-    assert same(trained, wanted)
+    assert same(found, wanted)
 
 
 @pytest.mark.parametrize("level", LEVELS)
 def test_a_resumed_run_goes_on_bit_for_bit(level: str) -> None:
-    _, wanted = through_scaler(level, "preamp", range(12), None)
-    _, half = through_scaler(level, "preamp", range(6), None)
-    skips, resumed = through_scaler(level, "preamp", range(6, 12), None, half)
+    _, wanted = trained(level, "preamp", range(12))
+    _, half = trained(level, "preamp", range(6))
+    skips, resumed = trained(level, "preamp", range(6, 12), state=half)
     assert len(skips) == 6 and same(resumed, wanted)
 
 
@@ -130,7 +119,7 @@ def test_losses_in_a_list_a_tuple_and_an_iterator() -> None:
 
 
 def test_two_optimizers_stepped_one_by_one() -> None:
-    def trained(scaled: bool) -> tuple[list[Tensor], float]:
+    def stepped(scaled: bool) -> tuple[list[Tensor], float]:
         torch.manual_seed(0)
         models = {"a": nn.Linear(6, 4), "b": nn.Linear(4, 3)}
         optimizers = {name: preamp.optim.SGD(model.parameters(), 0.1) for name, model in models.items()}
@@ -150,7 +139,7 @@ def test_two_optimizers_stepped_one_by_one() -> None:
         session.close()
         return [p.detach().clone() for model in models.values() for p in model.parameters()], scale
 
-    assert same(trained(True), trained(False))
+    assert same(stepped(True), stepped(False))
 
 
 def test_what_it_refuses() -> None:

@@ -13,6 +13,7 @@ import preamp
 from preamp.errors import SessionError
 from preamp.session import _prepare
 
+from ..rows import over
 from .toys import mlp, same, step, weights
 
 SCALED = "params=fp32,compute=fp16,scale={},ops=none"
@@ -103,8 +104,7 @@ def test_our_optimizers_never_wait_under_our_scaler() -> None:
         scaler.update()
 
 
-@pytest.mark.parametrize("level", ["O1", "O2"])
-@pytest.mark.parametrize("name", STEPPED)
+@over(level=["O1", "O2"], name=STEPPED)
 def test_a_skip_on_the_device_is_a_skip(level: str, name: str) -> None:
     """Parameters, states and their counters are put back bit for bit; steps around it are the same as ever."""
     results = []

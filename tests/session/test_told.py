@@ -7,7 +7,7 @@ import linecache
 import pickle
 import sys
 from collections import deque
-from pathlib import Path
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -22,6 +22,7 @@ from preamp.errors import PreampWarning, SessionError
 from preamp.session import _prepare
 from preamp.session._checks import check_hooks
 
+from ..rows import over
 from .toys import LEVELS, backward, loss_of, mlp
 
 
@@ -127,8 +128,7 @@ def interrupted(code: str, line: int, run: Any) -> bool:
     return False
 
 
-@pytest.mark.parametrize("code", ["__enter__", "__exit__", "add", "remove"])
-@pytest.mark.parametrize("level", ["O1", "O5"])
+@over(level=["O1", "O5"], code=["__enter__", "__exit__", "add", "remove"])
 def test_an_interrupt_at_any_line_of_a_region_ends_with_the_session(level: str, code: str) -> None:
     line = 0
     while True:
@@ -223,8 +223,7 @@ def train(keep: str, skip: str, level: str) -> Tensor:
     return model.weight.detach() - start
 
 
-@pytest.mark.parametrize("level", ["O1", "O2", "O5"])
-@pytest.mark.parametrize("keep", ["tensor", "list", "deque", "attribute tensor"])
+@over(level=["O1", "O2", "O5"], keep=["tensor", "list", "deque", "attribute tensor"])
 def test_a_skip_on_the_device_puts_back_tensors_wherever_they_are(level: str, keep: str) -> None:
     assert torch.equal(train(keep, "device", level), train(keep, "host", level))
 
@@ -235,84 +234,84 @@ def test_a_skip_on_the_device_refuses_counts_on_the_host(keep: str) -> None:
         train(keep, "device", "O1")
 
 
-# -- PowerSGD
+# -- a process group
 
 
+@pytest.fixture
+def one_rank() -> Iterator[None]:
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    yield
+    torch.distributed.destroy_process_group()
+
+
+@pytest.mark.usefixtures("one_rank")
 @pytest.mark.parametrize(
     ("level", "hook", "wrapped"),
     [("O2", "power", "before"), ("O5", "power", "after"), ("O4", "power", "before"), ("O5", "other", "before")],
 )
-def test_powersgd_over_two_dtypes_is_told_before_it_hangs(tmp_path: Path, level: str, hook: str, wrapped: str) -> None:
-    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
-    try:
-        model = mlp()
-        ddp = DistributedDataParallel(model) if wrapped == "before" else None
-        target = ddp or model
-        session = preamp.prepare(target, torch.optim.SGD(model.parameters(), 0.1), level=level)
-        ddp = ddp or DistributedDataParallel(model)
-        if hook == "power":
-            ddp.register_comm_hook(powerSGD_hook.PowerSGDState(None), powerSGD_hook.powerSGD_hook)
-        else:
-            ddp.register_comm_hook(None, default_hooks.allreduce_hook)
-        if hook == "power" and level in ("O2", "O5"):
-            loss = loss_of(model, 0)
-            with pytest.raises(SessionError, match=r"PowerSGD hook.*wait for each other"):
-                session.backward(loss)
-        else:
-            check_hooks(session.models)
-        session.close()
-    finally:
-        torch.distributed.destroy_process_group()
+def test_powersgd_over_two_dtypes_is_told_before_it_hangs(level: str, hook: str, wrapped: str) -> None:
+    model = mlp()
+    ddp = DistributedDataParallel(model) if wrapped == "before" else None
+    target = ddp or model
+    session = preamp.prepare(target, torch.optim.SGD(model.parameters(), 0.1), level=level)
+    ddp = ddp or DistributedDataParallel(model)
+    if hook == "power":
+        ddp.register_comm_hook(powerSGD_hook.PowerSGDState(None), powerSGD_hook.powerSGD_hook)
+    else:
+        ddp.register_comm_hook(None, default_hooks.allreduce_hook)
+    if hook == "power" and level in ("O2", "O5"):
+        loss = loss_of(model, 0)
+        with pytest.raises(SessionError, match=r"PowerSGD hook.*wait for each other"):
+            session.backward(loss)
+    else:
+        check_hooks(session.models)
+    session.close()
 
 
-@pytest.mark.parametrize("wrapper", [lambda hook: hook, default_hooks.fp16_compress_wrapper], ids=["bare", "wrapped"])
-@pytest.mark.parametrize("when", [0, 2])
-@pytest.mark.parametrize("level", ["O2", "O4", "O5"])
-def test_powersgd_is_told_as_the_next_region_begins(tmp_path: Path, level: str, when: int, wrapper: Any) -> None:
+@pytest.mark.usefixtures("one_rank")
+@pytest.mark.parametrize(("level", "when", "wrapped"), [
+    ("O2", 0, False), ("O2", 2, True), ("O4", 0, True), ("O4", 2, False), ("O5", 0, True), ("O5", 2, False),
+])  # fmt: skip
+def test_powersgd_is_told_as_the_next_region_begins(level: str, when: int, wrapped: bool) -> None:
     """Also around another hook, registered late, and without session.backward."""
-    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
-    try:
-        model = mlp()
-        session = preamp.prepare(model, torch.optim.SGD(model.parameters(), 0.1), level=level, scale=1.0)
-        ddp, told = DistributedDataParallel(model), None
-        for step in range(4):
-            if step == when:
-                ddp.register_comm_hook(powerSGD_hook.PowerSGDState(None), wrapper(powerSGD_hook.powerSGD_hook))
-            try:
-                with session.autocast():
-                    loss = loss_of(ddp, step)
-            except SessionError as error:
-                assert "wait for each other" in str(error)
-                told = step
-                break
-            loss.backward()
-            session.step()
-            session.zero_grad()
-        assert told == (None if level == "O4" else when)
-        session.close()
-    finally:
-        torch.distributed.destroy_process_group()
+    hook: Any = powerSGD_hook.powerSGD_hook
+    model = mlp()
+    session = preamp.prepare(model, torch.optim.SGD(model.parameters(), 0.1), level=level, scale=1.0)
+    ddp, told = DistributedDataParallel(model), None
+    for step in range(4):
+        if step == when:
+            given = default_hooks.fp16_compress_wrapper(hook) if wrapped else hook
+            ddp.register_comm_hook(powerSGD_hook.PowerSGDState(None), given)
+        try:
+            with session.autocast():
+                loss = loss_of(ddp, step)
+        except SessionError as error:
+            assert "wait for each other" in str(error)
+            told = step
+            break
+        loss.backward()
+        session.step()
+        session.zero_grad()
+    assert told == (None if level == "O4" else when)
+    session.close()
 
 
-def test_gradients_of_another_stage_are_taken_as_they_come(tmp_path: Path) -> None:
+@pytest.mark.usefixtures("one_rank")
+def test_gradients_of_another_stage_are_taken_as_they_come() -> None:
     """A stage of a pipeline does not run the backward passes itself, and may step its optimizers one by one."""
-    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
-    try:
-        model = nn.Sequential(nn.Linear(6, 8), nn.Linear(8, 3))
-        before = [p.detach().clone() for p in model.parameters()]
-        optimizers = [torch.optim.SGD(layer.parameters(), 0.1) for layer in model]
-        group = torch.distributed.group.WORLD
-        session = preamp.prepare(model, optimizers, level="O1", scale=8.0, group=group)
-        session.scale(torch.zeros(()))  # as the last stage does
-        session._order.scaled_by_hand = False  # and this one does not
-        for step in range(2):
-            for optimizer in optimizers:
-                with session.autocast():
-                    loss = loss_of(model, step)
-                (loss * 8).backward()
-                assert not session.step(optimizer).skipped
-            session.zero_grad()
-        session.close()
-        assert not any(map(torch.equal, before, model.parameters()))
-    finally:
-        torch.distributed.destroy_process_group()
+    model = nn.Sequential(nn.Linear(6, 8), nn.Linear(8, 3))
+    before = [p.detach().clone() for p in model.parameters()]
+    optimizers = [torch.optim.SGD(layer.parameters(), 0.1) for layer in model]
+    group = torch.distributed.group.WORLD
+    session = preamp.prepare(model, optimizers, level="O1", scale=8.0, group=group)
+    session.scale(torch.zeros(()))  # as the last stage does
+    session._order.scaled_by_hand = False  # and this one does not
+    for step in range(2):
+        for optimizer in optimizers:
+            with session.autocast():
+                loss = loss_of(model, step)
+            (loss * 8).backward()
+            assert not session.step(optimizer).skipped
+        session.zero_grad()
+    session.close()
+    assert not any(map(torch.equal, before, model.parameters()))

@@ -14,6 +14,7 @@ from torch.nn.utils import parameters_to_vector, prune, vector_to_parameters
 import preamp
 from preamp.errors import PreampWarning, SessionError
 
+from ..rows import over
 from .toys import MASTER_LEVELS, backward, loss_of, mlp
 
 OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
@@ -61,10 +62,7 @@ WRITES: dict[str, Callable[[Tensor], Any]] = {
 }
 
 
-@pytest.mark.parametrize("write", WRITES)
-@pytest.mark.parametrize("steps", [0, 2, 6])
-@pytest.mark.parametrize("kind", ["torch", "preamp"])
-@pytest.mark.parametrize("level", MASTER_LEVELS)
+@over(level=MASTER_LEVELS, kind=["torch", "preamp"], steps=[0, 2, 6], write=WRITES)
 def test_what_was_written_is_in_every_way_out(level: str, kind: str, steps: int, write: str) -> None:
     """As a late `nn.init` of `.data` does: full_precision() would put the former weights back."""
     model, session = trained(level, kind, steps)
@@ -78,8 +76,7 @@ def test_what_was_written_is_in_every_way_out(level: str, kind: str, steps: int,
             torch.testing.assert_close(value.to(torch.bfloat16), want.to(torch.bfloat16), equal_nan=True)
 
 
-@pytest.mark.parametrize("level", ["O1", "O4", *MASTER_LEVELS])
-@pytest.mark.parametrize("kind", ["torch", "preamp", "split"])
+@over(level=["O1", "O4", *MASTER_LEVELS], kind=["torch", "preamp", "split"])
 def test_a_whole_model_that_is_written_once_trains_on_from_there(level: str, kind: str) -> None:
     if kind == "split" and level == "O2":
         pytest.skip("split masters are of bfloat16")
@@ -146,9 +143,7 @@ def test_what_is_removed_is_let_go(level: str) -> None:
     assert {p.dtype for p in model.parameters()} == {torch.float32}
 
 
-@pytest.mark.parametrize("level", ["O0", "O1", "O4"])
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("part", ["all", "last"])
+@over(level=["O0", "O1", "O4"], dtype=[torch.float16, torch.bfloat16], part=["all", "last"])
 def test_a_model_that_is_cast_during_a_session_of_float32_weights_is_told(
     level: str, dtype: torch.dtype, part: str
 ) -> None:

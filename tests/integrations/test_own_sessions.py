@@ -1,4 +1,4 @@
-"""A session and a scaler with what Lightning and Accelerate make of models and optimizers."""
+"""A session and a scaler of the script's own, with what Lightning and Accelerate make of models and optimizers."""
 
 from __future__ import annotations
 
@@ -12,39 +12,33 @@ from torch import Tensor, nn
 
 import preamp
 
-from .toys import LEVELS
+from ..session.toys import LEVELS
+from .loops import CLIP, MAKERS, MICRO, data, network, plain
 
 L: Any = pytest.importorskip("lightning")
+accelerate: Any = pytest.importorskip("accelerate")
 
-MAKERS: dict[str, Callable[[Any], Any]] = {
-    "torch": lambda params: torch.optim.AdamW(params, 1e-3, eps=1e-4),
-    "preamp": lambda params: preamp.optim.AdamW(params, 1e-3, eps=1e-4),
-}
-BATCHES = [torch.randn(4, 8, generator=torch.Generator().manual_seed(i)) for i in range(6)]
-quiet = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning", "ignore::FutureWarning")
-
-
-def network() -> nn.Sequential:
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(8, 16), nn.LayerNorm(16), nn.GELU(), nn.Linear(16, 4))
+STEPS = 6
+"""Fewer than it takes to the batch that overflows."""
+INPUTS = [x for x, _ in data()[:STEPS]]
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning", "ignore::FutureWarning")
 
 
-def step(session: preamp.Session, model: nn.Module, x: Tensor) -> Tensor:
-    with session.autocast():
-        loss = model(x).float().square().mean()
-    session.backward(loss)
-    session.clip_grad_norm_(0.5)
+def step(session: preamp.Session, model: nn.Module, index: int) -> None:
+    """As `plain` takes it."""
+    for x, y in data()[index * MICRO : (index + 1) * MICRO]:
+        with session.autocast():
+            predicted = model(x).float()
+        session.backward(nn.functional.mse_loss(predicted, y) / MICRO)
+    session.clip_grad_norm_(CLIP)
     session.step()
     session.zero_grad()
-    return loss.detach()
 
 
-def alone(level: str, maker: str, steps: int) -> list[Tensor]:
-    model = network()
-    with preamp.prepare(model, MAKERS[maker](model.parameters()), level=level) as session:
-        for index in range(steps):
-            step(session, model, BATCHES[index % len(BATCHES)])
-    return [p.detach() for p in model.parameters()]
+def assert_as_alone(model: nn.Module, level: str, maker: str, steps: int) -> None:
+    alone = plain(level, maker, "session", steps=steps, scheduled=False)
+    for (name, parameter), its in zip(model.named_parameters(), alone.parameters, strict=True):
+        assert torch.equal(parameter, alone.state["masters"].get(name, its)), name
 
 
 class Module(L.LightningModule):
@@ -64,35 +58,32 @@ class Module(L.LightningModule):
     def on_fit_end(self) -> None:
         self.session.close()
 
-    def training_step(self, x: Tensor, index: int) -> Tensor:
-        return step(self.session, self.net, x)
+    def training_step(self, x: Tensor, index: int) -> None:
+        step(self.session, self.net, self.session.steps)
 
     def validation_step(self, x: Tensor, index: int) -> None:
         with self.session.full_precision():
             self.validated.append(self.net(x).dtype)
 
 
-@quiet
-@pytest.mark.parametrize("maker", MAKERS)
 @pytest.mark.parametrize(
-    ("level", "whole"),
-    [*[(level, False) for level in LEVELS], *[(level, True) for level in LEVELS if level != "O3"]],
+    ("level", "whole", "maker"),
+    [*((level, level in ("O1", "O5"), "preamp") for level in LEVELS), ("O2", True, "foreach"), ("O5", False, "fused")],
 )  # at O3 there are no regions, and the module that is called has to be the one that casts
-def test_a_trainer_counts_the_steps_of_a_session(level: str, maker: str, whole: bool) -> None:
+def test_a_trainer_counts_the_steps_of_a_session(level: str, whole: bool, maker: str) -> None:
     """By which it stops, too; and weights are those of a loop without it, bit for bit."""
     module = Module(level, maker, whole)
     quietly = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
     trainer = L.Trainer(
-        max_epochs=9, max_steps=8, accelerator="cpu", devices=1, enable_model_summary=False, **quietly
+        max_epochs=9, max_steps=STEPS, accelerator="cpu", devices=1, enable_model_summary=False, **quietly
     )  # fmt: skip
-    loaders = [torch.utils.data.DataLoader(part, batch_size=None) for part in (BATCHES, BATCHES[:2])]  # type: ignore[arg-type,var-annotated]
+    loaders = [torch.utils.data.DataLoader(INPUTS[:size], batch_size=None) for size in (4, 2)]  # type: ignore[arg-type,var-annotated]
     trainer.fit(module, *loaders)
-    assert trainer.global_step == 8
+    assert trainer.global_step == STEPS
     assert module.validated and set(module.validated) == {torch.float32}
-    assert all(map(torch.equal, [p.detach() for p in module.net.parameters()], alone(level, maker, 8)))
+    assert_as_alone(module.net, level, maker, STEPS)
 
 
-@quiet
 def test_fabric_tells_its_callbacks() -> None:
     told = []
 
@@ -104,33 +95,30 @@ def test_fabric_tells_its_callbacks() -> None:
     model = network()
     called, stepped = fabric.setup(model, MAKERS["preamp"](model.parameters()))
     with preamp.prepare(called, stepped, level="O5") as session:
-        for x in BATCHES[:3]:
-            step(session, called, x)
+        for index in range(3):
+            step(session, called, index)
         with pytest.raises(preamp.errors.SessionError, match="not one of the session's"):
             session.step(fabric.setup_optimizers(torch.optim.SGD(model.parameters(), 0.1)))
     assert told == [preamp.optim.AdamW] * 3
-    assert all(map(torch.equal, [p.detach() for p in model.parameters()], alone("O5", "preamp", 3)))
+    assert_as_alone(model, "O5", "preamp", 3)
 
 
-@quiet
 @pytest.mark.parametrize("unscales", [False, True])
-@pytest.mark.parametrize("maker", [*MAKERS, "torch, fused"])
+@pytest.mark.parametrize("maker", MAKERS)
 @pytest.mark.parametrize("framework", ["Fabric", "Accelerate"])
 def test_a_scaler_skips_behind_a_framework(framework: str, maker: str, unscales: bool) -> None:
     """torch's own steps by infinities there: its flag, an attribute, does not reach a fused optimizer behind Fabric."""
-    accelerate: Any = pytest.importorskip("accelerate")
     setups: dict[str, Any] = {
         "": lambda model, optimizer: (model, optimizer),
         "Fabric": L.Fabric(accelerator="cpu", devices=1).setup,
         "Accelerate": accelerate.Accelerator(cpu=True).prepare,
     }
-    makers = {**MAKERS, "torch, fused": lambda params: torch.optim.AdamW(params, 1e-2, fused=True)}
     ends = []
     for setup in ("", framework):
         model = network()
-        called, stepped = setups[setup](model, makers[maker](model.parameters()))
+        called, stepped = setups[setup](model, MAKERS[maker](model.parameters()))
         scaler = preamp.GradScaler("cpu", init_scale=64.0)
-        for index, x in enumerate(BATCHES):
+        for index, x in enumerate(INPUTS):
             scaler.scale(called(x).square().mean()).backward()
             if index == 3:
                 next(model.parameters()).grad[0, 0] = torch.inf  # type: ignore[index]
@@ -146,25 +134,18 @@ def test_a_scaler_skips_behind_a_framework(framework: str, maker: str, unscales:
 
 
 STEPPERS: dict[str, Callable[[Any], Any]] = {
-    **MAKERS,
+    "preamp": lambda params: preamp.optim.AdamW(params, 1e-3, eps=1e-4),
+    "torch": lambda params: torch.optim.AdamW(params, 1e-3, eps=1e-4),
     "foreach": lambda params: torch.optim.AdamW(params, 1e-3, foreach=True),
     "fused": lambda params: torch.optim.AdamW(params, 1e-3, eps=1e-4, fused=True),
 }
 
 
-def accelerated() -> Any:
-    accelerate: Any = pytest.importorskip("accelerate")
-    accelerate.state.AcceleratorState._reset_state(True)
-    accelerate.state.GradientState._reset_state()
-    return accelerate.Accelerator(cpu=True)
-
-
-@quiet
 @pytest.mark.parametrize("maker", STEPPERS)
 @pytest.mark.parametrize("who", ["scaler", "O1", "O2"])
 def test_accelerates_schedulers_stand_still_while_we_skip(who: str, maker: str) -> None:
     """accelerate#4242: with torch's scaler a fused optimizer never counts as skipped, and the schedule runs on."""
-    accelerator, model = accelerated(), network()
+    accelerator, model = accelerate.Accelerator(cpu=True), network()
     if who == "scaler":
         accelerator.scaler = preamp.GradScaler("cpu", init_scale=2.0**120)
     optimizer = STEPPERS[maker](model.parameters())
@@ -177,13 +158,13 @@ def test_accelerates_schedulers_stand_still_while_we_skip(who: str, maker: str) 
             session = stack.enter_context(preamp.prepare(model, optimizer, level=who, scale=scale))
         for index in range(4):
             if who == "scaler":
-                loss = model(BATCHES[index]).square().mean() * (2.0**20 if index != 2 else 2.0**-110)
+                loss = model(INPUTS[index]).square().mean() * (2.0**20 if index != 2 else 2.0**-110)
                 accelerator.backward(loss)
                 optimizer.step()
                 skipped = accelerator.scaler.skipped
             else:
                 with session.autocast():
-                    loss = model(BATCHES[index]).float().square().mean() * (float("inf") if index != 2 else 1.0)
+                    loss = model(INPUTS[index]).float().square().mean() * (float("inf") if index != 2 else 1.0)
                 session.backward(loss)
                 skipped = session.step(optimizer).skipped
             schedule.step()
