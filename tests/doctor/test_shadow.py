@@ -444,9 +444,35 @@ def test_lists_of_tensors() -> None:
         torch._foreach_lerp_(many, [m + 16 for m in many], 1e-2)
         torch._foreach_addcdiv_(many, [torch.ones(8, dtype=BF16)] * 3, [torch.ones(8, dtype=BF16)] * 3, -0.1)
 
-    events = changes_of(step)
+    events = [event for event in changes_of(step) if event.goes_on]
     assert [event.op for event in events] == ["add", "mul", "lerp", "addcdiv"]
     assert {(event.moved, event.stayed) for event in events} == {(24, 24)}
+
+
+def test_new_numbers_that_take_the_place_of_old_ones() -> None:
+    total, average, fresh = (torch.full((n,), 1024.0, dtype=BF16) for n in (1, 8, 1))
+
+    def step(_: Changes) -> None:
+        nonlocal total
+        for _ in range(3):
+            total = total + 1.0
+            average.copy_(average * 0.9999 + 0.01)
+            del_me = fresh + 2.0  # its memory is given again, and it is no sum
+            del del_me
+
+    found = [(event.op, event.moved, event.stayed, event.goes_on) for event in changes_of(step)]
+    assert found == [("add", 3, 3, True), ("mul", 24, 24, True), ("add", 24, 24, True), ("add", 3, 3, False)]
+
+
+def test_sums_in_graphs_and_of_whole_models_are_left_alone() -> None:
+    x, weight = torch.full((8,), 1024.0, dtype=BF16), torch.ones(8, dtype=BF16, requires_grad=True)
+
+    def step(_: Changes) -> None:
+        y, z = x, weight * 1024.0
+        for _ in range(3):
+            y, z = y + 1.0, z + 1.0
+
+    assert not any(event.goes_on for event in changes_of(step))
 
 
 @pytest.mark.parametrize("fused", [False, True])

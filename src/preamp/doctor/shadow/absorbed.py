@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.optim import Optimizer
 
 from ...formats import LOW_DTYPES, name_of
@@ -45,7 +46,7 @@ class Changes(Observer):
         """Storages of the second moments that a step is to move, and of the weights that they belong to."""
         self._moving: dict[int, tuple[Tensor, Tensor, Tensor]] = {}
         """By storage, those that this step has moved so far, what they were before it, and what they are in float32."""
-        self._new: dict[int, tuple[int, tuple[Absorbed, ...]]] = {}
+        self._new: dict[int, tuple[StorageWeakRef, int, tuple[Absorbed, ...]]] = {}
         """By storage, new tensors that may be sums, with the storage each was made of and the counts on the way."""
         self._optimizer: Optimizer | None = None
         """What steps now."""
@@ -128,7 +129,7 @@ class Changes(Observer):
             moves, storage = exact != old, key_of(tensor)
             in_place = bool(call.written) or self._optimizer is not None
             if tensor.shape != old.shape or tensor.dtype != old.dtype:
-                self._made(call, storage, key_of(given), None)
+                self._made(tensor, given, None)
                 continue
             if gradient:
                 added = exact - old.to(torch.float32)
@@ -146,27 +147,34 @@ class Changes(Observer):
             count = self._lines.setdefault(key, new)
             count.add(storage, int(moves.sum()), int((moves & (tensor == old)).sum()))
             if not in_place:
-                self._made(call, storage, key_of(given), count)
+                self._made(tensor, given, count)
             by = call.args[1] if len(call.args) > 1 else None
             scalar = isinstance(by, (int, float)) or (isinstance(by, Tensor) and by.dim() == 0)
             count.by = float(by) if scalar and by is not None else None
 
-    def _made(self, call: Call, storage: int, source: int, count: Absorbed | None) -> None:
+    def _made_of(self, tensor: Tensor) -> tuple[int, tuple[Absorbed, ...]]:
+        """The storage that a tensor was made of, its own for others, and the counts on the way."""
+        held, source, counts = self._new.get(key_of(tensor), (None, 0, ()))
+        return (source, counts) if held is not None and not held.expired() else (key_of(tensor), ())
+
+    def _made(self, tensor: Tensor, given: Tensor, count: Absorbed | None) -> None:
         """A new tensor was made of another one; one number that the same line made as well, in a loop, is a sum.
 
         Of more than one number it may be a model's, to which each block adds what it computes.
         """
-        source, counts = self._new.get(source, (source, ()))
+        source, counts = self._made_of(given)
         if count is not None and count in counts and count.moved <= count.times:
             count.goes_on = True
-        self._new[storage] = source, (*counts, count) if count is not None and count not in counts else counts
+        elif count is not None and count not in counts:
+            counts = (*counts, count)
+        self._new[key_of(tensor)] = StorageWeakRef(tensor.untyped_storage()), source, counts
 
     def _is_put_back(self, into: Tensor, tensor: Tensor) -> bool:
         """Whether a tensor that was made of another one is copied into that: then it takes its place.
 
         False if the counts on the way say all, since nothing is rounded here.
         """
-        source, counts = self._new.get(key_of(tensor), (0, ()))
+        source, counts = self._made_of(tensor)
         for count in counts if source == key_of(into) else ():
             count.goes_on = True
             count.storages.setdefault(source, (0, 0))
