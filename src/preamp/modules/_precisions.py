@@ -12,6 +12,7 @@ from torch.nn.utils.parametrize import ParametrizationList
 from ..errors import PolicyError
 from ..formats import LOW_DTYPES, name_of
 from ..policy import Policy, Precision
+from ._norms import is_norm
 
 _COMPILED = "_orig_mod"
 """Under which name torch.compile's wrapper of a module keeps the module."""
@@ -58,6 +59,9 @@ def precisions_of(root: nn.Module, policy: Policy) -> Iterator[tuple[str, torch.
             found[path] = _as_dtype(chosen[0][1], policy)
         elif policy.params in LOW_DTYPES and (isinstance(module, ParametrizationList) or _fakes(module)):
             found[path] = torch.float32  # a weight is computed in float32 and rounded once, as a master is
+            of, _, name = path.rpartition(".parametrizations.")
+            if name and policy.norms is torch.float32 and is_norm(root.get_submodule(of)):
+                found[path.rpartition(".")[0]] = torch.float32  # and that of a norm is not rounded
         else:
             found[path] = parent
     idle = [pattern for pattern, _, _ in compiled if pattern not in used]
