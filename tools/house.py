@@ -8,6 +8,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import sys
 import tempfile
 from collections import Counter, defaultdict
@@ -189,6 +190,23 @@ def steps() -> Iterator[tuple[str, Callable[[], Any]]]:
     session.close()
 
 
+_BUDGET = re.compile(r"^\| ((?:`\w+` ?)+) \| ([\d,]+) \|", re.MULTILINE)
+
+
+def budgets() -> dict[tuple[str, ...], int]:
+    """The most lines that some rooms have together, as CONTRIBUTING.md has it."""
+    rows = _BUDGET.findall((ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8"))
+    return {tuple(re.findall(r"\w+", rooms)): int(most.replace(",", "")) for rooms, most in rows}
+
+
+def lines_by_room(source: Path) -> dict[str, list[int]]:
+    """The lines of each file, by room."""
+    found: dict[str, list[int]] = defaultdict(list)
+    for name, path in modules(source).items():
+        found[name.partition(".")[0]].append(len(path.read_text(encoding="utf-8").splitlines()))
+    return found
+
+
 class Path202:
     """Files of preamp that PA202 (gradients vanish) goes through: reading gradients, and writing the page.
 
@@ -255,13 +273,13 @@ def files_of_pa202() -> set[str]:
 def main() -> None:
     """Print the figures."""
     source = Path(sys.argv[1]).resolve() if len(sys.argv) > 1 else ROOT / "src" / "preamp"
-    sizes = {name: len(path.read_text(encoding="utf-8").splitlines()) for name, path in modules(source).items()}
-    by_room: dict[str, list[int]] = defaultdict(list)
-    for name, lines in sizes.items():
-        by_room[name.partition(".")[0]].append(lines)
-    print(f"{len(sizes)} files, {sum(sizes.values())} lines, longest {max(sizes.values())}")
+    by_room = lines_by_room(source)
+    sizes = [lines for own in by_room.values() for lines in own]
+    print(f"{len(sizes)} files, {sum(sizes)} lines, longest {max(sizes)}")
     for room, own in sorted(by_room.items(), key=lambda item: -sum(item[1])):
         print(f"  {room or '(top)':<16} {len(own):>4} files {sum(own):>6} lines")
+    for these, most in budgets().items():
+        print(f"  budget {sum(sum(by_room[room]) for room in these):>6} of {most:>6}: {' '.join(these)}")
     rooms = [own for room, own in by_room.items() if room in STEP_ROOMS]
     print(f"rooms of the step: {sum(map(len, rooms))} files, {sum(map(sum, rooms))} lines")
     skips = sum(path.read_text(encoding="utf-8").count("# fmt: skip") for path in modules(source).values())

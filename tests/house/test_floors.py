@@ -7,6 +7,8 @@ import math
 import re
 from pathlib import Path
 
+from tools.house import budgets, lines_by_room
+
 SOURCE = Path(__file__).resolve().parents[2] / "src" / "preamp"
 
 FLOOR = {
@@ -92,3 +94,11 @@ def test_the_table_of_rooms_is_the_house() -> None:
     for floor, rooms in re.findall(r"^\| (\d)\S* ?[^|]*\| (.*) \|$", text, re.MULTILINE):
         told.update({room: int(floor) for room in re.findall(r"`(\w+)`", rooms) if room not in told})
     assert told == {room: math.floor(floor) for room, floor in FLOOR.items() if room.strip("_") not in ("", "main")}
+
+
+def test_rooms_keep_their_budgets() -> None:
+    lines, most = lines_by_room(SOURCE), budgets()
+    named = [each for rooms in most for each in rooms]
+    assert {*named, "machine", "__main__", "_version", ""} == set(lines) and len(named) == len(set(named))
+    over = {rooms: sum(sum(lines[each]) for each in rooms) - limit for rooms, limit in most.items()}
+    assert {rooms: more for rooms, more in over.items() if more > 0} == {}, "lines over the budgets in CONTRIBUTING.md"
