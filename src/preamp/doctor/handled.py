@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -21,6 +21,10 @@ _BOUNDS = frozenset({"clamp", "clamp_min", "clamp_max", "clip", "hardtanh", "tan
 _MEASURES = frozenset({"linalg_vector_norm", "norm", "_foreach_norm", "pow", "square", "sum", "max", "amax", "abs"})
 _CHANGES = frozenset({"mul", "div", "copy", "_foreach_mul", "_foreach_div"})
 """Operators that measure a gradient, and that change one: in place after the others, by what was measured."""
+_LOOKS = frozenset(
+    {"view", "_unsafe_view", "detach", "alias", "_to_copy", "t", "transpose", "permute", "slice", "select"}
+)
+"""Operators that hand numbers on."""
 
 
 class Handled(Observer):
@@ -45,6 +49,11 @@ class Handled(Observer):
         """On the loss that goes back."""
         self.bounded: list[tuple[Place, str]] = []
         """Where a hook of the script's bounds the gradient of a parameter, and by which operator."""
+        self._asked: dict[int, float] = {}
+        """Storages of gradients that the script asked for, to compute with them, and the scale that is on them."""
+        self._used: list[tuple[Place, str, float]] = []
+        self._divides = False
+        """Whether it divides anything by that scale."""
         self.in_region = False
         """Whether the model was called in an autocast region."""
         self.writes: list[Place] = []
@@ -55,6 +64,15 @@ class Handled(Observer):
     def written(self) -> str | None:
         """The module that owns those weights."""
         return self._names.common(self._written)
+
+    @property
+    def used(self) -> list[tuple[Place, str, float]]:
+        """Where it computes a part of its loss of such gradients, by which operator, and never divides by the scale."""
+        return [] if self._divides else self._used
+
+    def ask(self, grads: Sequence[Tensor | None], scale: float) -> None:
+        """The script has asked for gradients of something that is multiplied by a scale."""
+        self._asked |= {key_of(grad): scale for grad in grads if grad is not None}
 
     def before(self, call: Call) -> None:
         """Note one operator. Autograd functions are left to mean what they do."""
@@ -68,20 +86,34 @@ class Handled(Observer):
             if scaled and not self._is_library():
                 self.reads.append(place)
                 self._note_changes(call, scaled)
+            if self._asked:
+                self._note_use(call)
         elif self.backward_scale != 1 and place.own is not None and call.base in _BOUNDS:
             node = torch._C._current_autograd_node()
             if node is not None and node.name() == "torch::autograd::AccumulateGrad":
                 self.bounded.append((place, call.base))
 
+    def _note_use(self, call: Call) -> None:
+        taken = [self._asked[key_of(t)] for t in call.inputs if key_of(t) in self._asked and t.requires_grad]
+        if any(_is_unscaled(call, scale) for scale in self._asked.values()):
+            self._divides = True
+        elif taken and call.base not in _LOOKS:
+            self._used.append((call.place, call.base, taken[0]))
+
     def _note_changes(self, call: Call, scaled: set[int]) -> None:
         if call.base.removeprefix("_foreach_") in _MEASURES:
             self._measured |= scaled
         written = {key_of(t) for t in call.written} & scaled
-        by = call.args[1] if len(call.args) > 1 else None
-        if isinstance(by, (int, float)) or (isinstance(by, Tensor) and by.dim() == 0):
-            scale = 1 / self.backward_scale if call.base.endswith("mul") else self.backward_scale
-            if math.isclose(float(by), scale, rel_tol=1e-3):  # unscaled by hand: true from here on
-                self.gradients -= written
-                return
+        if _is_unscaled(call, self.backward_scale):  # by hand: true from here on
+            self.gradients -= written
+            return
         if written and (call.base in _BOUNDS or (call.base in _CHANGES and not written.isdisjoint(self._measured))):
             self.clipped.append((call.place, call.base))
+
+
+def _is_unscaled(call: Call, scale: float) -> bool:
+    """Whether an operator divides by a scale, or multiplies by its inverse."""
+    by = call.args[1] if len(call.args) > 1 else None
+    if not (isinstance(by, (int, float)) or (isinstance(by, Tensor) and by.dim() == 0)):
+        return False
+    return math.isclose(float(by), 1 / scale if call.base.endswith("mul") else scale, rel_tol=1e-3)

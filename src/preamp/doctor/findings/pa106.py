@@ -51,6 +51,17 @@ class PA106(Check):
         for place, op in handled.bounded[:1]:
             yield self._clipped(f"a hook with {op}", handled.backward_scale, place.own or NOWHERE, _FIXES["hook"])
 
+        for place, op, scale in handled.used[:1]:
+            yield self.finding(
+                "error",
+                f"{op} takes gradients of torch.autograd.grad that are still {scale:g} times too large: what is "
+                "computed of them is no part of the loss that was meant, and changes with the scale",
+                "inverse = 1 / scaler.get_scale()\ngrads = [grad * inverse for grad in grads]  # before this line",
+                op=op,
+                at=place.at,
+                evidence={"scale": scale},
+            )
+
     def _clipped(self, op: str, scale: float, at: Line, fix: str) -> Finding:
         message = (
             f"{op} sees gradients that are still {scale:g} times too large: nearly every step is clipped, and to a "

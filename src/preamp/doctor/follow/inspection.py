@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -11,6 +12,7 @@ from torch.optim import Optimizer
 from torch.utils._python_dispatch import _disable_current_modes
 
 from ...autocast import MARKER
+from ...tree import tensors
 from ..findings.check import without_repeats
 from ..findings.events import Observed, Prepared, RanInThread
 from ..findings.pa202 import row_of
@@ -178,6 +180,12 @@ class Inspection:
         if self._look is not None and self._scales.on_gradients != 1:
             grads = (p.grad for p in self._run.names.parameters() if p.grad is not None)
             self._look.handled.gradients = frozenset(key_of(grad) for grad in grads)
+
+    def grad_asked(self, outputs: Any, grads: Sequence[Tensor | None]) -> None:
+        """The script has asked for these gradients to compute with them: what they are of may have a scale on it."""
+        scale = max((self._scales.noted(output) or 1.0 for output in tensors(outputs)), default=1.0)
+        if self._look is not None and scale != 1:
+            self._look.handled.ask(grads, scale)
 
     def _compare_gradients(self, look: Look, scale: float, grads: Sequence[Tensor | None] | None = None) -> None:
         """Gradients of the models' parameters, or these, have just been computed, with this scale on them."""

@@ -218,6 +218,7 @@ class Watch:
         if wanted and not (run.is_ours or run.is_given_up) and run.is_own:
             with run.clock:
                 run.tape.keep_grad(original, args, kwargs, out)
+                self._inspection.grad_asked(kwargs.get("outputs", args[0] if args else ()), out)
         return out
 
     def _uncaught(self, original: Any, kind: Any, error: Any, trace: Any) -> None:
