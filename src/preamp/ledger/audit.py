@@ -31,7 +31,7 @@ class Audit:
         self._flags: list[FlagOnItsWay] = []
 
     def due(self, leaves: Leaves) -> bool:
-        """Whether the step that follows is to be compared: it is its turn, or a parameter whose turn it is was written.
+        """Whether to compare before the next step: it is its turn, or the one parameter looked at has been written.
 
         Each step looks at one parameter, for writes to all of them now and then; not where that takes a host sync.
         """
@@ -50,7 +50,7 @@ class Audit:
             self._warn(flag.name if flag.value() else None)
 
     def written(self, pairs: Sequence[tuple[Parameter, Leaf]]) -> Iterator[tuple[Parameter, Leaf]]:
-        """Parameters written without a trace, for the caller to update masters; on an accelerator it is done here."""
+        """Find parameters that were written through `.data`; on an accelerator their masters are updated here."""
         if pairs and pairs[0][0].device.type != "cpu":
             self._on_device(pairs)
             return
@@ -86,12 +86,12 @@ class Audit:
 
 
 def agrees(parameter: Parameter, leaf: Leaf) -> bool:
-    """Whether a parameter is what its master rounds to; a host sync."""
+    """Whether a parameter has the values that its master rounds to; a host sync."""
     return bool(_rounds_to(held_here(leaf.stored), held_here(parameter.data)).all())
 
 
 def _rounds_to(master: Tensor, low: Tensor) -> Tensor:
-    """Where a master rounds to a parameter; NaN is NaN."""
+    """Which entries of a parameter its master rounds to; NaN equals NaN here."""
     rounded = master.to(low.dtype)
     return (low == rounded) | (low.isnan() & rounded.isnan())
 

@@ -73,7 +73,7 @@ class Gradients:
         return known
 
     def others_have_masters(self) -> None:
-        """Parameters have got masters, or another dtype, since gradients were last collected."""
+        """Forget what is known of parameters: some have got masters, or another dtype."""
         self._known.clear()
 
     def __contains__(self, optimizer: Optimizer) -> bool:
@@ -135,7 +135,7 @@ class Gradients:
                 parameter.grad = true
 
     def scale_carried(self, scaled: Callable[[Tensor], Tensor] | None) -> None:
-        """Scale those that are still there like the gradients to be added; None: leave them unscaled."""
+        """Scale carried gradients like those that are to be added; None leaves them unscaled."""
         if scaled is not None:
             for parameter in self.carried:
                 if parameter.grad is not None:
@@ -269,7 +269,7 @@ class Gradients:
         return own.agreement.read([gradients.get(p) for p in own.parameters]).on(home)
 
     def _norm_of(self, optimizer: Optimizer, order: float = 2.0) -> Tensor:
-        """The norm of the gradients as they are now."""
+        """Compute the norm of an optimizer's gradients as they are now."""
         own = self._of(optimizer)
         if own.agreement is None:
             return global_norm(gradients_of(optimizer), order, device=self.device)
@@ -332,7 +332,7 @@ class Gradients:
     # -- true, and stepped
 
     def mark_stepped(self, optimizer: Optimizer) -> None:
-        """Note on the first gradient that a step has used it as it is now."""
+        """Mark the first gradient of an optimizer as used by a step."""
         first = next(iter(gradients_of(optimizer)), None)
         if first is not None:
             first._preamp_stepped = first._version  # type: ignore[attr-defined]

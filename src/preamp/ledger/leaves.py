@@ -96,7 +96,7 @@ class Leaf:
 
 
 class Agreed:
-    """What parameters and their masters last agreed on, by the number of a leaf, in lists that C code walks.
+    """Versions and addresses of parameters when they last agreed with their masters, in lists that C code walks.
 
     The hash of a parameter is a Python function, and the leaves are scattered in memory: checking a thousand of them
     takes longer than stepping them.

@@ -61,7 +61,7 @@ class Masters:
         return parameter in self._leaves
 
     def among(self, parameters: Iterable[Parameter]) -> list[Parameter]:
-        """Those of the parameters that have one."""
+        """Select the parameters that have a master."""
         return [parameter for parameter in parameters if parameter in self] if self._any else []
 
     @property
@@ -227,7 +227,7 @@ class Masters:
             torch._foreach_copy_(list(map(held_here, written)), masters)
 
     def take_late(self, parameters: Iterable[Parameter]) -> dict[Parameter, Tensor]:
-        """Take, in float32, gradients that came to 16-bit parameters since others of them hold their masters."""
+        """Take, in float32, gradients that came to 16-bit parameters while their masters were in their places."""
         late = {}
         for parameter in self.among(parameters):
             low = self._leaves[parameter].other if parameter in self._inside else parameter

@@ -41,7 +41,7 @@ class NoMasters(Masters):
         self._lowered.pop(parameter, None)
 
     def full(self) -> None:
-        """Every low parameter in float32, without a gradient."""
+        """Turn every low parameter into float32, without a gradient."""
         for parameter in (*self._lowered, *self._kept):
             if parameter not in self._others:
                 self._others[parameter] = Parameter(parameter.data.float(), parameter.requires_grad)
@@ -60,7 +60,7 @@ class NoMasters(Masters):
             del self._others[parameter]
 
     def restore(self) -> None:
-        """Every lowered parameter in float32 for good."""
+        """Turn every lowered parameter into float32 for good."""
         self.low()
         for parameter in self._lowered:
             set_data(parameter, parameter.data.float())

@@ -20,7 +20,7 @@ _DTYPE = attrgetter("dtype")
 
 
 class Snapshot:
-    """Where some tensors are: their addresses, and for those that can be turned their memory order.
+    """The addresses of some tensors, and the memory order of those that could have another one.
 
     `shown`: they are parameters, whose dtype and shape user code may change as well; then all of one dtype.
     """
@@ -32,7 +32,7 @@ class Snapshot:
         self._contiguous = [tensors[i].is_contiguous() for i in self._orderable]
 
     def holds(self, tensors: Sequence[Tensor]) -> bool:
-        """Whether nothing of that has changed."""
+        """Whether addresses and memory orders are what they were."""
         return (
             list(map(Tensor.data_ptr, tensors)) == self._addresses
             and (self._dtypes is None or set(map(_DTYPE, tensors)) == self._dtypes)

@@ -46,17 +46,17 @@ class Steps:
 
     @property
     def intact(self) -> bool:
-        """Whether none of them was written from outside."""
+        """Whether user code has written none of the counts."""
         return self._all._version == self._version
 
     def counted(self) -> None:
-        """Increment the others after `one`."""
+        """Give the other counts the value of `one`, which a step has incremented."""
         if len(self._others):
             self._others.copy_(self.one)
         self._version = self._all._version
 
     def of(self, param: Parameter) -> Tensor:
-        """The entry of a parameter's state, 0-d."""
+        """The count that a parameter's state shows, 0-d."""
         return self._shown[param]
 
     def knows(self, param: Parameter, shown: Any) -> bool:
@@ -64,7 +64,7 @@ class Steps:
         return shown is not None and self._shown.get(param) is shown and self.intact
 
     def are_of(self, params: Sequence[Parameter]) -> bool:
-        """Whether these are all the parameters that are counted here."""
+        """Whether the counts are of exactly these parameters."""
         return len(params) == len(self._shown) and all(param in self._shown for param in params)
 
 

@@ -76,7 +76,7 @@ class CastingModule(nn.Module):
 
 
 def _forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-    """The original forward, between the casts."""
+    """Run the original forward between the casts."""
     if not isinstance(self, CastingModule):  # the session is closed, and user code has kept this method
         return type(self).forward(self, *args, **kwargs)
     casting, original = self._preamp_casting, self._preamp_original.forward
@@ -120,7 +120,7 @@ def _unpickled(casting: Casting, make: Callable[..., nn.Module], args: tuple[Any
 
 
 def _prepare_scriptable(self: Any) -> Any:
-    """What torch.jit.script calls of a module first."""
+    """Refuse torch.jit.script, which calls this first."""
     raise SessionError(f"torch.jit.script compiles {_NO_COPY}, torch.jit.script(copied)")
 
 

@@ -89,7 +89,7 @@ class Conversion:
         own(self._owned, self._keeper)
 
     def _meet(self) -> None:
-        """Know parameters that the model has got since: those of a module that was added, and those that the removal of
+        """Find parameters that the model has got since: those of a module that was added, and those that the removal of
         a reparametrization has made of 16-bit ones, which are float32 again when the session ends.
         """
         root = self._owned[0]
@@ -350,7 +350,7 @@ class Conversion:
         self._buffers_to_float()
 
     def _buffers_to_float(self) -> None:
-        """With their original bits unless they were written; those that were removed from their module are let go."""
+        """Turn buffers to float32, with their original bits unless they were written; removed ones are let go."""
         self._buffers = [entry for entry in self._buffers if entry[1] in entry[0]._buffers]
         for module, key, full, low in self._buffers:
             now = module._buffers[key]

@@ -26,7 +26,7 @@ _torchs = getattr(nn.Module, _LOAD)
 
 
 def own(modules: Iterable[nn.Module], masters: Masters) -> None:
-    """An open session has these modules from now on."""
+    """Record that an open session has these modules."""
     _OWNED.update(dict.fromkeys(modules, weakref.ref(masters)))
     if len(masters) and getattr(nn.Module, _LOAD) is _torchs:
         setattr(nn.Module, _LOAD, _load_from_state_dict)
@@ -35,7 +35,7 @@ def own(modules: Iterable[nn.Module], masters: Masters) -> None:
 
 
 def disown(modules: Iterable[nn.Module]) -> None:
-    """Their session is closed."""
+    """Record that the session of these modules is closed."""
     for module in modules:
         _OWNED.pop(module, None)
     _give_back()

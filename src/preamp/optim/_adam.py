@@ -65,16 +65,16 @@ class Adam(RoundedOptimizer):
         super().__init__(params, defaults, master, rounding, seed)
 
     def check_options(self, group: dict[str, Any]) -> None:
-        """With AMSGrad, which states in 8 bits do not have."""
+        """Check the options of a group: AMSGrad has no states in 8 bits."""
         super().check_options(group)
         self._refuse_amsgrad(group)
 
     def state_names(self, group: dict[str, Any]) -> tuple[str, ...]:
-        """First and second moment, and the largest second moment of AMSGrad."""
+        """Name the states: first and second moment, and the largest second moment of AMSGrad."""
         return ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")[: 3 if group["amsgrad"] else 2]
 
     def names_for(self, group: dict[str, Any], param: Parameter) -> tuple[str, ...]:
-        """With the scales of moments in 8 bits, where they are."""
+        """Name one parameter's states, with the scales of moments in 8 bits."""
         self._refuse_amsgrad(group)
         return NAMES if self._is_coded(param) else self.state_names(group)
 
@@ -86,15 +86,15 @@ class Adam(RoundedOptimizer):
             )
 
     def new_state(self, name: str, group: dict[str, Any], param: Parameter, dtype: torch.dtype) -> Tensor:
-        """Zeros; codes and scales where they are in 8 bits."""
+        """Make a state for the first step: zeros, or codes and scales of moments in 8 bits."""
         return new_8bit(name, param) if self._is_coded(param) else super().new_state(name, group, param, dtype)
 
     def state_dtype(self, name: str, param: Parameter) -> torch.dtype:
-        """Codes and scales where they are in 8 bits."""
+        """The dtype of a state: that of codes or scales for moments in 8 bits."""
         return CODES.get(name, torch.float32) if self._is_coded(param) else super().state_dtype(name, param)
 
     def state_form(self, name: str, param: Tensor) -> torch.Size | int:
-        """As many scales as there are blocks."""
+        """The shape of a state, or for scales the number of blocks."""
         return blocks_of(held_here(param).numel()) if name in SCALES else super().state_form(name, param)
 
     def _is_coded(self, param: Tensor) -> bool:

@@ -90,11 +90,11 @@ class FusedOptimizer(Loading):
     # -- what a subclass defines
 
     def names_for(self, group: dict[str, Any], param: Parameter) -> tuple[str, ...]:
-        """Names of all states of one parameter; those of `state_names` unless it is an exception."""
+        """Name all states of one parameter: those of `state_names` unless it is an exception."""
         return self.state_names(group)
 
     def new_state(self, name: str, group: dict[str, Any], param: Parameter, dtype: torch.dtype) -> Tensor:
-        """A state before the first step: zeros like the parameter."""
+        """Make a state for the first step: zeros like the parameter."""
         return torch.zeros_like(param, dtype=dtype, memory_format=torch.preserve_format)
 
     options: ClassVar[Any]
@@ -109,13 +109,13 @@ class FusedOptimizer(Loading):
         """Step the tensors of a bucket."""
 
     def _before_buckets(self, collected: Collected, factor: Tensor | None) -> None:
-        """Called with all gradients before the first bucket steps, for steps that depend on all."""
+        """Prepare a step that depends on all gradients, before the first bucket steps."""
 
     # -- stepping
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """One step of every parameter that has a gradient, or of none if `found_inf` says so.
+        """Step every parameter that has a gradient, or none if `found_inf` says so.
 
         `closure`: evaluates the model again and returns the loss, as in torch. There is no host sync.
         """
@@ -145,7 +145,7 @@ class FusedOptimizer(Loading):
     def step_with(
         self, *args: Any, factor: Tensor | None, found: Tensor | None, collected: Collected | None, **kwargs: Any
     ) -> float | None:
-        """`step`, with its wrappers and hooks, and with these arguments.
+        """Call `step` with its wrappers and hooks, and with these arguments.
 
         `factor`: 0-d float32 that gradients are multiplied by. `found`: 0-d float32, above 0: skip. `collected`: the
         result of `collect`, unless hooks may have changed gradients since.
@@ -158,7 +158,7 @@ class FusedOptimizer(Loading):
             self._handed = None
 
     def collect(self) -> Collected | None:
-        """Gradients in the lists of the step, for reading them just before it.
+        """Collect gradients in the lists of the step, to read them just before it.
 
         None if that saves nothing, or if the present buckets are out of date.
         """
@@ -167,7 +167,7 @@ class FusedOptimizer(Loading):
         return self._buckets.collect(self)
 
     def collect_anew(self) -> Collected:
-        """Gradients in the lists of the step; buckets that are out of date are made again."""
+        """Collect gradients in the lists of the step, and make buckets anew that are out of date."""
         found = None if self._buckets is None else self._buckets.collect(self)
         if found is None:
             self._buckets = self._bucketed()

@@ -58,11 +58,11 @@ class LAMB(FusedOptimizer):
         self._agreed: tuple[Buckets, Agreement] | None = None
 
     def state_names(self, group: dict[str, Any]) -> tuple[str, ...]:
-        """First and second moment."""
+        """Name the states: first and second moment."""
         return ("exp_avg", "exp_avg_sq")
 
     def _before_buckets(self, collected: Collected, factor: Tensor | None) -> None:
-        """The norm that is limited is that of all groups together."""
+        """Compute the norm that `max_grad_norm` limits: that of all groups together."""
         gradients = [gradient for _, own in collected for gradient in own]
         if any(bucket.sharded for bucket, _ in collected):
             assert self._buckets is not None
@@ -115,27 +115,27 @@ class NovoGrad(FusedOptimizer):
         super().__init__(params, defaults, master)
 
     def check_options(self, group: dict[str, Any]) -> None:
-        """With the kind of norm."""
+        """Check the options of a group, the kind of norm among them."""
         super().check_options(group)
         if (norm_type := group["norm_type"]) not in (0, 2):
             raise OptimizerError(f"norm_type={norm_type!r}: write 2 for the L2 norm, or 0 for the largest magnitude")
 
     def state_names(self, group: dict[str, Any]) -> tuple[str, ...]:
-        """First moment, and the running norm of the tensor's gradient, 0-d."""
+        """Name the states: first moment, and the running norm of the tensor's gradient, 0-d."""
         return ("exp_avg", "norm")
 
     def new_state(self, name: str, group: dict[str, Any], param: Parameter, dtype: torch.dtype) -> Tensor:
-        """Zeros; of one number for the norm."""
+        """Make a state for the first step: zeros, one number for the norm."""
         if name == "norm":
             return torch.zeros((), dtype=dtype, device=param.device)
         return super().new_state(name, group, param, dtype)
 
     def state_dtype(self, name: str, param: Parameter) -> torch.dtype:
-        """float32 for the norm."""
+        """The dtype of a state: float32 for the norm."""
         return torch.float32 if name == "norm" else super().state_dtype(name, param)
 
     def state_form(self, name: str, param: Tensor) -> torch.Size | int:
-        """One number for the norm."""
+        """The shape of a state: one number for the norm."""
         return 1 if name == "norm" else super().state_form(name, param)
 
     def _has_wide_states(self, param: Parameter) -> bool:

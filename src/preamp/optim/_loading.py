@@ -51,7 +51,7 @@ class Loading(Optimizer):
         """Names of the states that a step needs."""
 
     def _prepare(self) -> None:
-        """Start without buckets, and with its own masters."""
+        """Start without buckets, and with masters of its own."""
 
     def _own_masters(self) -> Masters:
         return SplitMasters() if self.master == "split" else Masters()

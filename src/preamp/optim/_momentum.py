@@ -25,7 +25,7 @@ class _OneMoment(RoundedOptimizer):
         return self.rounding == "stochastic"
 
     def state_names(self, group: dict[str, Any]) -> tuple[str, ...]:
-        """The moment."""
+        """Name the state: the moment."""
         return (self.moment,)
 
 
@@ -98,7 +98,7 @@ class Muon(_OneMoment):
         super().__init__(params, defaults, master, rounding, seed)
 
     def check_options(self, group: dict[str, Any]) -> None:
-        """With those of the iteration, and that parameters are matrices."""
+        """Check the options of a group, those of the iteration among them, and that parameters are matrices."""
         super().check_options(group)
         check_number("momentum", group["momentum"], high=1.0)
         check_number("ns_steps", group["ns_steps"], high=100, whole=True)

@@ -36,7 +36,7 @@ class RoundedOptimizer(FusedOptimizer):
         return super()._options(bucket, stochastic_rounding=self.rounding == "stochastic", seed=self.seed, **more)
 
     def state_dtype(self, name: str, param: Parameter) -> torch.dtype:
-        """float32 too for what is rounded stochastically."""
+        """The dtype of a state: float32 also for weights that are rounded stochastically."""
         return torch.float32 if self._stochastic(param) else super().state_dtype(name, param)
 
     def _stochastic(self, param: Tensor) -> bool:

@@ -49,7 +49,7 @@ class SGD(FusedOptimizer):
         super().__init__(params, defaults, master)
 
     def check_options(self, group: dict[str, Any]) -> None:
-        """With Nesterov's momentum, which needs momentum, and no dampening."""
+        """Check the options of a group: Nesterov's form needs momentum, and no dampening."""
         super().check_options(group)
         momentum, dampening = group["momentum"], group["dampening"]
         check_number("dampening", dampening, low=-float("inf"))
@@ -60,11 +60,11 @@ class SGD(FusedOptimizer):
             )
 
     def state_names(self, group: dict[str, Any]) -> tuple[str, ...]:
-        """The momentum buffer, where there is momentum."""
+        """Name the state: the momentum buffer, where there is momentum."""
         return ("momentum_buffer",) if group["momentum"] else ()
 
     def new_state(self, name: str, group: dict[str, Any], param: Parameter, dtype: torch.dtype) -> Tensor:
-        """Zeros, which the first step replaces by its gradient."""
+        """Make a momentum buffer of zeros, which the first step replaces by its gradient."""
         self.unstarted.add(param)
         return super().new_state(name, group, param, dtype)
 
@@ -111,11 +111,11 @@ class Adagrad(FusedOptimizer):
         super().__init__(params, defaults, master)
 
     def state_names(self, group: dict[str, Any]) -> tuple[str, ...]:
-        """The sum of squared gradients."""
+        """Name the state: the sum of squared gradients."""
         return ("sum",)
 
     def new_state(self, name: str, group: dict[str, Any], param: Parameter, dtype: torch.dtype) -> Tensor:
-        """The accumulator at its initial value."""
+        """Make the sum of squared gradients at its initial value."""
         return torch.full_like(
             param, group["initial_accumulator_value"], dtype=dtype, memory_format=torch.preserve_format
         )

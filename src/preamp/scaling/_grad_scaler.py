@@ -211,7 +211,7 @@ class GradScaler(torch.amp.GradScaler):
         return {found_inf.device: found_inf}
 
     def update(self, new_scale: float | Tensor | None = None) -> None:
-        """As torch's, then keeps the scale within its bounds. `new_scale`: a number, or a 0-d float32 tensor."""
+        """Update as torch does, and keep the scale within its bounds. `new_scale`: a number, or 0-d float32."""
         if not self._enabled:
             return
         if new_scale is not None and not isinstance(new_scale, Tensor):
