@@ -126,7 +126,7 @@ class PreampCallback(Callback):
     # -- a batch
 
     def before_batch(self) -> None:
-        """The region begins; before the first batch that trains, or trains a new optimizer, the session."""
+        """Begin the region; before the first batch that trains, or trains a new optimizer, the session."""
         if self.learn.training and (self._session is None or self._opt is not self.learn.opt):
             self._close()
             self._begin()
@@ -135,16 +135,16 @@ class PreampCallback(Callback):
             self._region.__enter__()
 
     def after_pred(self) -> None:
-        """Predictions are float32, as fastai's own mixed precision gives them."""
+        """Make predictions float32, as fastai's own mixed precision does."""
         if self._session is not None:
             self.learn.pred = cast_floating(self.learn.pred, torch.float32)
 
     def after_loss(self) -> None:
-        """The region ends."""
+        """End the region."""
         self._leave()
 
     def after_cancel_batch(self) -> None:
-        """The region ends, if a callback has cancelled the batch inside."""
+        """End the region, if a callback has cancelled the batch inside."""
         self._leave()
 
     def _leave(self) -> None:
@@ -153,17 +153,17 @@ class PreampCallback(Callback):
             region.__exit__(None, None, None)
 
     def before_backward(self) -> None:
-        """The loss, scaled."""
+        """Scale the loss."""
         if self._session is not None:
             self.learn.loss_grad = self._session.scale(self.learn.loss_grad)
 
     def before_step(self) -> None:
-        """True gradients, if a later callback may read them."""
+        """Make gradients true, if a later callback may read them."""
         if self._session is not None and self.learn.ordered_cbs("before_step")[-1] is not self:
             self._session.unscale_()
 
     def _step(self, closure: Any = None) -> None:
-        """In the place of the optimizer's `step`."""
+        """Step by the session, in place of the optimizer's `step`."""
         if self._session is not None and self._session.step().skipped:
             raise CancelStepException
 

@@ -45,7 +45,7 @@ class PreampPrecision(fabric.PreampPrecision, Precision):
         self._wrapped: list[tuple[Any, str]] = []
 
     def connect(self, model: nn.Module, optimizers: list[Optimizer], lr_schedulers: list[Any]) -> Any:
-        """A session of the model and its optimizers; none where the Trainer does not fit.
+        """Make a session of the model and its optimizers; none where the Trainer does not fit.
 
         After a fit the strategy still has that one's optimizers, and gives them to what evaluates.
         """
@@ -59,7 +59,7 @@ class PreampPrecision(fabric.PreampPrecision, Precision):
     # -- a step
 
     def pre_backward(self, tensor: Tensor, module: Any) -> Any:
-        """The loss, scaled, after the hooks that see it unscaled."""
+        """Scale the loss, after the hooks that see it unscaled."""
         if not self._in_trainer:
             return None
         if self._module is not module:
@@ -68,20 +68,20 @@ class PreampPrecision(fabric.PreampPrecision, Precision):
         return self.session.scale(Precision.pre_backward(self, tensor, module))
 
     def backward(self, tensor: Tensor, model: Any, *args: Any, **kwargs: Any) -> None:
-        """The module's own `backward`."""
+        """Call the module's own `backward`."""
         if self._in_trainer:
             Precision.backward(self, tensor, model, *args, **kwargs)
         else:
             super().backward(tensor, model, *args, **kwargs)
 
     def post_backward(self, tensor: Tensor, module: Any) -> Any:
-        """The hooks after it."""
+        """Call the hooks after the backward pass."""
         return Precision.post_backward(self, tensor, module) if self._in_trainer else None
 
     def optimizer_step(  # a Fabric gives no model
         self, optimizer: Any, closure: Callable[[], Any] | None = None, *, model: Any = None, **kwargs: Any
     ) -> Any:
-        """Backward, hooks, clipping, and the session's step."""
+        """Run backward, hooks, clipping, and the session's step."""
         if closure is None or not self._in_trainer:
             return super().optimizer_step(optimizer, closure, **kwargs)
         if kwargs:
@@ -142,7 +142,7 @@ class PreampPrecision(fabric.PreampPrecision, Precision):
 
     @contextmanager
     def module_init_context(self) -> Iterator[None]:
-        """Modules are made in float32; `connect` brings them under the level."""
+        """Make modules in float32; `connect` brings them under the level."""
         yield
 
 

@@ -96,5 +96,5 @@ class _Close(TrainerCallback):
         self._attachment = attachment
 
     def on_train_end(self, *_: Any, **__: Any) -> None:
-        """The model is float32 again."""
+        """Close the session: the model is float32 again."""
         self._attachment.close()

@@ -27,7 +27,7 @@ _DTYPE = attrgetter("dtype")
 
 
 def check_loss(loss: Any) -> None:
-    """A loss is one floating number."""
+    """Check that a loss is one floating number."""
     if not isinstance(loss, Tensor) or not loss.is_floating_point():
         raise SessionError(f"backward() takes a loss, a floating tensor; got {type(loss).__name__}: {loss!r:.60}")
     if loss.numel() != 1:
@@ -35,7 +35,7 @@ def check_loss(loss: Any) -> None:
 
 
 def check_not_cast(parameters: Sequence[nn.Parameter], named: Callable[[], Iterable[tuple[str, nn.Parameter]]]) -> None:
-    """Under a policy that keeps weights in float32, those that are stepped are to stay so."""
+    """Check that weights which a policy keeps in float32 were not cast since."""
     for dtype in set(map(_DTYPE, parameters)) & LOW_DTYPES:
         paths = names_of(parameters, named)
         path = next(path for path, p in zip(paths, parameters, strict=True) if p.dtype is dtype)
@@ -57,7 +57,7 @@ def not_unpacked(session: Any) -> NoReturn:
 
 
 def check_no_sync(models: Iterable[nn.Module]) -> None:
-    """`backward(sync=False)` needs a forward pass that ran without synchronisation."""
+    """Check that the forward pass before `backward(sync=False)` ran without synchronisation."""
     for model in models:
         ddp = isinstance(model, nn.parallel.DistributedDataParallel) and model.require_backward_grad_sync
         if ddp or any(_syncs(part) for part in sharded_parts(model)):
@@ -76,7 +76,7 @@ def _syncs(part: Any) -> bool:
 def check_hooks(
     models: Mapping[str, nn.Module], wrappers: Collection[DistributedDataParallel] | None = None
 ) -> Collection[DistributedDataParallel]:
-    """PowerSGD over buckets of two dtypes never returns, with torch's own models as well: they wait for each other.
+    """Refuse PowerSGD over buckets of two dtypes, which wait for each other for ever, with torch's own models as well.
 
     Returns the models' wrappers, the search for which takes long; give them the next time.
     """
@@ -95,7 +95,7 @@ def check_hooks(
 
 
 def check_gathered_full(models: Iterable[nn.Module]) -> None:
-    """`full_precision()` needs weights that FSDP2 gathers in float32."""
+    """Check that FSDP2 gathers weights in float32, as `full_precision()` needs them."""
     for model in models:
         low = next((dtype for dtype in gathered_as(model).values() if dtype in LOW_DTYPES), None)
         if low is not None:
@@ -107,7 +107,7 @@ def check_gathered_full(models: Iterable[nn.Module]) -> None:
 
 
 def check_sharded_late(models: Iterable[nn.Module]) -> None:
-    """A model that is sharded after `prepare` has other parameters than its optimizer and its session."""
+    """Refuse a model that was sharded after `prepare`: its optimizer and its session have other parameters."""
     if any(is_sharded(parameter) for model in models for parameter in model.parameters()):
         raise SessionError(
             "the model was sharded after prepare(): its parameters are other objects now, and neither the optimizer "
@@ -201,7 +201,7 @@ def named_parameters(models: Mapping[str, nn.Module]) -> Iterator[tuple[str, nn.
 
 
 def warn_rounded(masters: Masters) -> None:
-    """Once: masters were replaced by 16-bit values that were loaded."""
+    """Warn, once, that masters were replaced by 16-bit values that were loaded."""
     if masters.rounded is None:
         return
     warnings.warn(
@@ -272,7 +272,7 @@ def _check_masters(masters: Any) -> None:
 
 
 def _check_origin(state: Mapping[str, Any], policy: str) -> None:
-    """A state must be a session's, of this version, made under the same policy."""
+    """Check that a state is a session's, of this version, and made under the same policy."""
     if set(state) != _FIELDS:
         of_scaler = {"loss_scaler0", "growth_factor", "loss_scaler"} & set(state)
         raise StateError(

@@ -65,7 +65,7 @@ class Losses:
         self._judge(name, run, found.device, offender)
 
     def replayed(self, steps: int, offender: Callable[[], str | None]) -> None:
-        """A CUDA graph takes steps that the host does not see: now and then, read the number of skips in a row."""
+        """Read the skips in a row, now and then, of steps that a CUDA graph takes and the host does not see."""
         for name, scale in self._scales.items():
             run = self._runs[name].replayed(steps, scale.patience, self.skips)
             self._judge(name, run, self._runs[name].device, offender)

@@ -59,7 +59,7 @@ class CallOrder:
     # -- backward
 
     def check_backward(self, low: Mapping[str, nn.Module] | None) -> None:
-        """Before a backward pass: somebody steps its gradients, and they fit those that are there.
+        """Check before a backward pass that somebody steps its gradients, and that they fit those that are there.
 
         `low`: before the first step, models with 16-bit parameters.
         """
@@ -86,7 +86,7 @@ class CallOrder:
             self._ours -= 1
 
     def _nobody_steps(self, parameter: Parameter | None = None) -> None:
-        """A backward pass whose gradients are no optimizer's of the session; `parameter`: which has one already."""
+        """Refuse a backward pass whose gradients no optimizer steps; `parameter`: one that has got a gradient."""
         if parameter is not None and self._full.depth:
             return
         scaled = self._losses.scaled and parameter is None
@@ -98,7 +98,7 @@ class CallOrder:
         )
 
     def scaled(self, loss: Tensor) -> Tensor:
-        """A loss that the session has scaled and gives out: gradients rest as its backward pass begins."""
+        """Have gradients rest as the backward pass of a loss begins that the session has scaled and gives out."""
         self._scaled_by_hand = True
         if loss.requires_grad and self._losses.scaled:
             loss.register_hook(self._scaled_goes_back)
@@ -125,7 +125,7 @@ class CallOrder:
     # -- between backward and step
 
     def check_clip(self, name: str, chosen: Sequence[Optimizer], shares: bool = False) -> None:
-        """Clipping counts from a backward pass to the step; before and after it there is nothing to clip.
+        """Check that there are gradients to clip: from a backward pass to the step.
 
         `shares`: optimizers have parameters in common, which clip one by one.
         """
@@ -149,7 +149,7 @@ class CallOrder:
     # -- step
 
     def check_step(self, chosen: Sequence[Optimizer], steps: int) -> list[str]:
-        """Before a step of some optimizers; returns the losses whose gradients it applies. `steps`: made before."""
+        """Check a step of some optimizers; returns the losses whose gradients it applies. `steps`: made before."""
         losses, pending = self._losses, self._pending
         if self._ours and losses.scaled:
             self._check_all_came(chosen)
@@ -180,7 +180,7 @@ class CallOrder:
         return ran
 
     def _check_all_came(self, chosen: Sequence[Optimizer]) -> None:
-        """A hook steps while gradients come: with a scale, all those of an optimizer at once."""
+        """Check that all gradients of an optimizer have come, where a hook steps while they come."""
         for each in chosen:
             late = sum(p.requires_grad and p.grad is None for p in parameters_of(each))
             if late:
@@ -192,7 +192,7 @@ class CallOrder:
                 )
 
     def check_gradients(self, parameters: Sequence[Parameter], chosen: Sequence[Optimizer]) -> None:
-        """After a scaled backward pass a step has gradients to apply; a stage of a pipeline may have none."""
+        """Check that a step after a scaled backward pass has gradients; a stage of a pipeline may have none."""
         if parameters or self._is_stage or not self._losses.scaled:
             return
         part = (
@@ -208,7 +208,7 @@ class CallOrder:
         )
 
     def stepped(self, chosen: Sequence[Optimizer]) -> None:
-        """A step has used gradients."""
+        """Mark gradients as used by a step."""
         for each in () if self._losses.scaled else chosen:
             self._gradients.mark_stepped(each)
         for parameter, _ in self._seen if self._losses.scaled else ():
@@ -216,7 +216,7 @@ class CallOrder:
                 parameter.grad._preamp_used = parameter.grad._version  # type: ignore[attr-defined]
 
     def scaled_pass(self, loss: Tensor, scale: LossScale) -> None:
-        """A scaled backward pass is to come. Gradients that a step has used, and unscaled, are scaled again.
+        """Prepare a scaled backward pass: gradients that a step has used, and unscaled, are scaled again.
 
         Nobody has cleared them, and more is about to be added.
         """
@@ -229,7 +229,7 @@ class CallOrder:
                 multiply_(present, scale.current(self._gradients.device))
 
     def _check_scaled_somewhere(self, ran: Sequence[str]) -> None:
-        """Before the first step: the loss of some stage must have been scaled. A host sync."""
+        """Check before the first step that some stage has scaled its loss; a host sync."""
         device = self._gradients.device
         scales = any(self._losses[name].inverse(device) is not None for name in self._losses)
         if scales and not bool(agreed_largest(torch.tensor(float(len(ran)), device=device), self._group)):

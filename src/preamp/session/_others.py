@@ -38,7 +38,7 @@ class OtherLeaves:
         yield from (leaf for leaf in [known() for known in self._found.values()] if leaf is not None)
 
     def find(self, loss: Tensor) -> None:
-        """A scaled backward pass of a loss is to come: look for leaves that it reaches, now and then."""
+        """Look, now and then, for leaves that the scaled backward pass of a loss will reach."""
         self._passes += 1
         if self._passes == self._walks[0]:
             self._walks = self._walks[1], sum(self._walks)
@@ -61,7 +61,7 @@ class OtherLeaves:
         _engine.queue_callback(lambda: self._mark(before))
 
     def scaled(self) -> set[Tensor]:
-        """Those whose gradients are multiplied by the loss scale, and have not been changed since."""
+        """Select leaves whose gradients are multiplied by the loss scale, and have not been changed since."""
         return {leaf for leaf in self if getattr(leaf.grad, _MARK, None) == getattr(leaf.grad, "_version", -1)}
 
     def _gradients(self) -> list[tuple[Tensor, Tensor | None, int]]:

@@ -162,7 +162,7 @@ def masters_for(policy: Policy, optimizers: Iterable[Optimizer]) -> Masters:
 def _choose_policy(
     level: str | None, given: Any, device_type: str, overrides: dict[str, Any]
 ) -> tuple[Policy, str | None]:
-    """The policy, and why, where nobody has named one."""
+    """Choose the policy, and say why, where nobody has named one."""
     if level is not None and given is not None:
         raise PolicyError(f"prepare() got level={level!r} and policy={given!r}: give one of them")
     described = given if given is not None else (level if level is not None else "auto")
@@ -213,7 +213,7 @@ def _check_kinds(models: dict[str, Any], optimizers: dict[str, Any]) -> None:
 
 
 def _make_one(given: Any) -> str:
-    """How to come by an optimizer from what was given as one."""
+    """Say how to make an optimizer of what was given as one."""
     if isinstance(given, LRScheduler):
         return "Give it the scheduler's optimizer, which the scheduler goes on changing"
     made = given.__name__ if isinstance(given, type) and issubclass(given, Optimizer) else "torch.optim.AdamW"
@@ -221,7 +221,7 @@ def _make_one(given: Any) -> str:
 
 
 def _check_parameters(models: Mapping[str, nn.Module], optimizers: Mapping[str, Optimizer]) -> None:
-    """Every optimizer steps something of the models."""
+    """Check that every optimizer steps something of the models."""
     known = {p: path for path, p in named_parameters(models)}
     for name, optimizer in optimizers.items():
         own = list(parameters_of(optimizer))

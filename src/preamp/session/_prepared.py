@@ -13,7 +13,7 @@ _SESSIONS: weakref.WeakKeyDictionary[nn.Module, weakref.ref[Session]] = weakref.
 
 
 def remember(session: Session) -> None:
-    """A session's models are known from now on."""
+    """Remember the models of a session."""
     every = (module for model in session.models.values() for module in model.modules())
     _SESSIONS.update(dict.fromkeys(every, weakref.ref(session)))
 

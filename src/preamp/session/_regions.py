@@ -40,7 +40,7 @@ class OpenRegions:
         """Each with the thread that it is open in, since torch keeps regions by thread, and what was around it."""
 
     def add(self, region: SessionRegion) -> None:
-        """A region is about to be entered."""
+        """Note a region that is about to be entered."""
         self._open.append((region, threading.get_ident(), autocast_state(region.device)))
 
     def last(self, region: SessionRegion) -> Any:
@@ -48,7 +48,7 @@ class OpenRegions:
         return next((entry for entry in reversed(self._open) if entry[0] is region), None)
 
     def remove(self, entry: Any) -> None:
-        """A region has been left; and those inside it, which an interrupt kept open."""
+        """Forget a region that was left, and those inside it that an interrupt kept open."""
         inside = self._open[self._open.index(entry) + 1 :]
         if any(each[1] == entry[1] for each in inside):
             self._restore(entry)
@@ -196,7 +196,7 @@ class FullPrecision:
         return loss.grad_fn is not None and self._nodes.has(loss.grad_fn)
 
     def counted(self) -> bool:
-        """The session's backward pass begins: whether that is inside, and its gradients are to count afterwards."""
+        """Note that the session's backward pass begins; returns whether that is inside, where gradients count."""
         self._counts = self._counts or self.depth > 0
         return self.depth > 0
 
