@@ -31,6 +31,7 @@ from .docs_results import (
     option_times,
     sessions,
     shadowed_step,
+    shadowed_step_native,
     step,
 )
 from .docs_simulation import host_time, simulated_kernels, simulated_steps
@@ -92,6 +93,7 @@ GENERATORS: dict[str, Callable[[Path], str]] = {
     "demo": demo,
     "doctor_versus": doctor_versus,
     "shadowed_step": shadowed_step,
+    "shadowed_step_native": shadowed_step_native,
     "figures": figures,
     "formats": formats,
     "host_time": host_time,
