@@ -18,7 +18,7 @@ from ..errors import PolicyError, SessionError, kind_of
 from ..formats import LOW_DTYPES, name_of
 from ..ledger import Masters, NoMasters, set_data
 from ..policy import Policy
-from ..sharding import gathered_as
+from ..sharding import gathered_as, reshard
 from ._casting import BYPASSED, NOTHING, Casting, CastingModule, casting_class, uncast
 from ._norms import NORMS, is_norm, mixes, refuse_keras, refuse_scripted
 from ._owned import check_free, disown, own
@@ -93,6 +93,9 @@ class Conversion:
         a reparametrization has made of 16-bit ones, which are float32 again when the session ends.
         """
         root = self._owned[0]
+        if self._known.issuperset(root.parameters()):
+            return
+        reshard([root])  # while it is gathered, FSDP2 shows other parameters, which are nobody's to keep
         if self._known.issuperset(root.parameters()):
             return
         before = set(self._owned)
