@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import threading
 from bisect import bisect_left, bisect_right
+from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -114,14 +115,15 @@ class RegionNodes:
 
 
 def nodes_behind(tensor: torch.Tensor) -> Iterator[Any]:
-    """Every node of the graph that a tensor was computed by, each once."""
-    seen, left = set(), [tensor.grad_fn]
+    """Every node of the graph that a tensor was computed by, each once, the nearest first."""
+    seen: set[Any] = {None}
+    left: deque[Any] = deque([tensor.grad_fn])
     while left:
-        node = left.pop()
-        if node is not None and node not in seen:
+        node = left.popleft()
+        if node not in seen:
             seen.add(node)
             yield node
-            left += [each for each, _ in node.next_functions]
+            left.extend(each for each, _ in node.next_functions)
 
 
 NODES = RegionNodes()

@@ -5,8 +5,7 @@ from __future__ import annotations
 import inspect
 import sys
 import traceback
-from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -258,18 +257,6 @@ class Places:
             self._made_by[number] = cast(Place, self._last) if late else place
         self._copy_slices = writes_view and now > self._seen
         self._seen, self._last = max(now, self._seen), place
-
-
-def graph_of(loss: Tensor) -> Iterator[Any]:
-    """The autograd nodes below a loss, each once, the nearest first."""
-    seen: set[Any] = {None}
-    left: deque[Any] = deque([loss.grad_fn])
-    while left:
-        node = left.popleft()
-        if node not in seen:
-            seen.add(node)
-            yield node
-            left.extend(before for before, _ in node.next_functions)
 
 
 def written_by(func: Any, args: Any, kwargs: Any) -> list[Tensor]:

@@ -17,10 +17,11 @@ from torch.optim import Optimizer
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from ...autocast import nodes_behind
 from ...session import Session
 from ..findings.events import LossNotScaled, StepBegins
 from ..findings.pa107 import like_a_scale
-from ..places import called_by_preamp, graph_of, users_line
+from ..places import called_by_preamp, users_line
 from ..records import NOWHERE, Line, spell_line
 from .run import Run
 
@@ -279,7 +280,7 @@ def goes_back_in_half(loss: Tensor, limit: int = 4000) -> bool:
 
     Of a graph larger than `limit` nodes, those next to the loss are read.
     """
-    nodes = islice(graph_of(loss), limit)
+    nodes = islice(nodes_behind(loss), limit)
     return any(one.dtype is torch.float16 for node in nodes for one in node._input_metadata)
 
 

@@ -9,11 +9,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ...autocast import nodes_behind
 from ..findings.pa201 import Origin
 from ..hooks import Clock
 from ..names import Names
 from ..operators import Stream
-from ..places import Places, graph_of
+from ..places import Places
 from ..records import Line
 from ..shadow.execution import OFF, Shadowed
 from ..shadow.facts import Fact
@@ -111,7 +112,7 @@ class Trials:
             return []
         seeds = [torch.full_like(loss, seed) for loss in losses]
         # Reentrant checkpointing refuses `torch.autograd.grad`, half way through.
-        if any(node.name() == "CheckpointFunctionBackward" for loss in losses for node in graph_of(loss)):
+        if any(node.name() == "CheckpointFunctionBackward" for loss in losses for node in nodes_behind(loss)):
             torch.autograd.backward(losses, seeds)
             found = [p.grad for p in self._wanted]
         else:
