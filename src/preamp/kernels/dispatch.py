@@ -33,7 +33,8 @@ class Backends:
     triton: Callable[[], Backend] | None = None
     """Imports the kernel, if there is one; it must not be called unless Triton runs."""
     torch_fused: tuple[str, Backend] | None = None
-    """The name of torch's operator, and the step that calls it."""
+    """The name of torch's operator, and the step that calls it. It walks tensors in memory order, whatever their
+    strides, and takes one dtype of everything but gradients, which can be cast."""
     elementwise: bool = True
     """Whether tensors may be stepped separately. If not, one tensor that a kernel cannot walk sends all of them to the
     reference."""
@@ -45,13 +46,12 @@ class Backends:
 
 def dispatch(storage: Storage, gradients: Tensors, o: Any, backends: Backends) -> None:
     """Step by the fastest implementation that takes these tensors."""
-    fused = backends.torch_fused
-    if backends.triton is not None and kernels_take(storage, gradients, backends.low):
-        step = backends.triton()
-    elif fused is not None and has_torch_fused(fused[0], storage):
-        step = fused[1]
-    else:
-        backends.reference(storage, gradients, o)
+    dtype = gradients[0].dtype
+    if storage.chosen is None or storage.chosen[:2] != (backends, dtype):
+        storage.chosen = backends, dtype, _choose(storage, dtype, backends)
+    step = storage.chosen[2]
+    if step is backends.reference:
+        step(storage, gradients, o)
         return
     if not storage.contiguous:
         parted = walks(storage, gradients, backends.shaped)
@@ -68,16 +68,23 @@ def dispatch(storage: Storage, gradients: Tensors, o: Any, backends: Backends) -
     if not (storage.contiguous and listed(gradients).contiguous):
         gradients = laid_out_like(storage.params, gradients)
     step(storage, gradients, o)
-    if fused is not None and step is fused[1]:  # torch's fused operators count no writes
+    if backends.torch_fused is not None and step is backends.torch_fused[1]:  # which counts no writes
         count_writes(storage.params)
 
 
-def kernels_take(storage: Storage, gradients: Tensors, low: bool) -> bool:
-    """Whether Triton runs on the device and a kernel takes the dtypes. Only the first tensor of a list is checked."""
-    if not triton_runs_on(storage.params[0].device) or gradients[0].dtype not in _GRADS:
-        return False
-    wide = low or storage.params[0].dtype is torch.float32
-    return wide and all(not state or state[0].dtype in _STATES for state in storage.states)
+def _choose(storage: Storage, gradients: torch.dtype, backends: Backends) -> Backend:
+    """The fastest implementation that takes these devices and dtypes, of which the first tensor of a list speaks."""
+    param, states = storage.params[0], [state[0].dtype for state in storage.states if state]
+    dtypes = gradients in _GRADS and _STATES.issuperset(states) and (backends.low or param.dtype is torch.float32)
+    if backends.triton is not None and dtypes and triton_runs_on(param.device):
+        return backends.triton()
+    fused = backends.torch_fused
+    if fused is not None and param.dtype in _FUSED_DTYPES and {param.dtype}.issuperset(states):
+        # torch's fused SGD on a CPU (2.13) changes only the last few elements of a 16-bit tensor
+        broken = fused[0] == "_fused_sgd_" and param.dtype in LOW_DTYPES and param.device.type == "cpu"
+        if not broken and _has_kernel(fused[0], param.device.type):
+            return fused[1]
+    return backends.reference
 
 
 def walks(storage: Storage, gradients: Tensors, shaped: int | None = None) -> tuple[list[int], Sequence[int]] | None:
@@ -93,19 +100,6 @@ def walks(storage: Storage, gradients: Tensors, shaped: int | None = None) -> tu
             "one tensor for each parameter, of its shape"
         )
     return split_by_walk(lists)
-
-
-def has_torch_fused(name: str, storage: Storage) -> bool:
-    """Whether torch's fused operator `name` takes these tensors. Only the first tensor of each list is checked.
-
-    All must have one dtype, except gradients, which can be cast. The operators walk tensors in memory order whatever
-    their strides, so the caller has to ensure that this order is the same (`walks`).
-    """
-    param = storage.params[0]
-    if name == "_fused_sgd_" and param.dtype in LOW_DTYPES and param.device.type == "cpu":
-        return False  # torch 2.13 there changes only the last few elements of a 16-bit tensor
-    same = all(not state or state[0].dtype is param.dtype for state in storage.states)
-    return same and param.dtype in _FUSED_DTYPES and _has_kernel(name, param.device.type)
 
 
 @cache

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor
 
 Tensors = Sequence[Tensor]
@@ -50,6 +51,8 @@ class Storage:
     """int16: the lower halves of float32 masters of which bfloat16 `params` are the upper ones (`bits.split`)."""
     contiguous: bool = False
     """Whether parameters, states and copies are known to be contiguous, so that no check is needed."""
+    chosen: tuple[Any, torch.dtype, Any] | None = None
+    """The implementation that takes these tensors, with what it was chosen from, and for which dtype of gradients."""
 
     @property
     def lists(self) -> list[Tensors]:

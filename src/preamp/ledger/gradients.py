@@ -18,17 +18,16 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
-from ..kernels import Reading, chained, global_norm, multiply_, present_in, read, reciprocal
+from ..kernels import Reading, chained, global_norm, listed, multiply_, present_in, read, reciprocal
 from ..parallel import Agreement
 from ..sharding import placed_as
-from .buckets import Collected
 from .leaves import gradients_of, parameters_of
 from .masters import Masters
 from .record import Owned, Record
 from .sums import WideSums, dtype_of_gradient
 from .swap import hand_over
 
-_LAYOUT, _VERSION = attrgetter("layout"), attrgetter("_version")
+_VERSION = attrgetter("_version")
 
 
 class Gradients:
@@ -245,22 +244,15 @@ class Gradients:
         home = self.device
         collected = optimizer.collect() if steps_next and getattr(optimizer, "takes_masters", False) else None
         if collected and home.type == collected[0][0].params[0].device.type:
-            record = self._read_collected(collected, own, inverse)
-            if record is not None:
-                return record
-        parameters, gradients = present_in(own.parameters)
-        if set(map(_LAYOUT, gradients)) - {torch.strided}:
-            return None
-        return Record(read(gradients, device=home), parameters, own.leaves, inverse)
-
-    def _read_collected(self, collected: Collected, own: Owned, inverse: Tensor | None) -> Record | None:
-        """Read the lists of the step that follows; None if gradients have to be read one by one."""
-        parameters = list(chain.from_iterable(bucket.params for bucket, _ in collected))
-        gradients = chained([gradients for _, gradients in collected])
+            parameters = list(chain.from_iterable(bucket.params for bucket, _ in collected))
+            gradients = chained([gradients for _, gradients in collected])
+        else:
+            collected = None
+            parameters, present = present_in(own.parameters)
+            gradients = listed(present)
         if not gradients.strided:
             return None
-        reading = read(gradients, device=self.device)
-        return Record(reading, parameters, own.leaves, inverse, collected=collected)
+        return Record(read(gradients, device=home), parameters, own.leaves, inverse, collected=collected)
 
     def _read(self, optimizer: Optimizer, gradients: Mapping[Parameter, Tensor]) -> Reading:
         own, home = self._of(optimizer), self.device
@@ -268,55 +260,43 @@ class Gradients:
             return read(list(gradients.values()), device=home)
         return own.agreement.read([gradients.get(p) for p in own.parameters]).on(home)
 
-    def _norm_of(self, optimizer: Optimizer, order: float = 2.0) -> Tensor:
-        """Compute the norm of an optimizer's gradients as they are now."""
-        own = self._of(optimizer)
-        if own.agreement is None:
-            return global_norm(gradients_of(optimizer), order, device=self.device)
-        return own.agreement.norm([p.grad for p in own.parameters], order).to(self.device)
-
     def norm(self, optimizer: Optimizer) -> Tensor:
         """L2 norm of an optimizer's true gradients, before clipping."""
         record = self._records[optimizer]
         if record.norm is None:
-            if record.true:  # user code may have changed them since they were read
-                record.norm = self._norm_of(optimizer)
-            else:
-                record.norm = record.reading.norm if record.inverse is None else record.reading.norm * record.inverse
+            record.norm = self._norm_now(optimizer)
         return record.norm
 
-    def norm_of_all(self, optimizers: Sequence[Optimizer]) -> tuple[Tensor, bool]:
-        """The joint `norm` of several optimizers; of a single one, the norm as read, and True if that is scaled."""
-        if len(optimizers) > 1:
-            return torch.linalg.vector_norm(torch.stack([self.norm(each) for each in optimizers])), False
-        record = self._records[optimizers[0]]
-        scaled = record.norm is None and not record.true and record.inverse is not None
-        return (record.reading.norm if scaled else self.norm(optimizers[0])), scaled
+    def norm_of_all(self, optimizers: Sequence[Optimizer]) -> Tensor:
+        """The joint `norm` of several optimizers."""
+        return _joint(list(map(self.norm, optimizers)))
 
-    def norm_now(self, optimizer: Optimizer, order: float) -> Tensor:
-        """The current norm of an optimizer's true gradients, after the clipping so far; of any order."""
+    def _norm_now(self, optimizer: Optimizer, order: float = 2.0) -> Tensor:
+        """Compute the norm of an optimizer's true gradients, after the clipping so far."""
         record = self._records[optimizer]
-        if record.clip is None and not record.true and order == 2.0:
-            return self.norm(optimizer)
-        norm = self._norm_of(optimizer, order) if record.true or order != 2.0 else record.reading.norm
-        return norm if record.factor is None else norm * record.factor
+        if order == 2.0 and not record.true:
+            norm = record.reading.norm
+        else:  # true ones may have been changed since they were read
+            own = self._of(optimizer)
+            if own.agreement is None:
+                norm = global_norm(gradients_of(optimizer), order, device=self.device)
+            else:
+                norm = own.agreement.norm([p.grad for p in own.parameters], order).to(self.device)
+        factor = record.factor
+        return norm if factor is None else norm * factor
 
     def clip_by_norm(self, optimizers: Sequence[Optimizer], most: float, order: float, *, at_once: bool) -> Tensor:
-        """Clip by the common norm of some order, to `most`; returns it. `at_once`: not by a factor of the step."""
+        """Clip by the common norm of some order, to `most`; returns it. `at_once`: not by a factor of the step.
+
+        If gradients of one are not finite, neither is that norm, and clipping by it would spoil the others: they skip
+        together.
+        """
         for each in optimizers:
             self.norm(each)  # the report has the norm before clipping
             if at_once:
                 self.make_true(each)
-        norms = [self.norm_now(each, order) for each in optimizers]
-        norm: Tensor = norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms), order)
-        self.clip(optimizers, (most / (norm + 1e-6)).clamp(max=1.0))
-        return norm
-
-    def clip(self, optimizers: Sequence[Optimizer], coefficient: Tensor) -> None:
-        """Clip optimizers' gradients by their common norm: at once if they are true, else through their factor.
-
-        If one is not finite, neither is that norm, and clipping by it would spoil the others: they skip together.
-        """
+        norm = _joint([self._norm_now(each, order) for each in optimizers], order)
+        coefficient = (most / (norm + 1e-6)).clamp(max=1.0)
         records = [self._records[each] for each in optimizers]
         found = torch.stack([record.reading.found for record in records]).amax() if len(records) > 1 else None
         for each, record in zip(optimizers, records, strict=True):
@@ -328,6 +308,7 @@ class Gradients:
                 record.clipped = dict(zip(map(id, gradients), map(_VERSION, gradients), strict=True))
             if found is not None:
                 record.reading = replace(record.reading, found=found)
+        return norm
 
     # -- true, and stepped
 
@@ -370,3 +351,9 @@ class Gradients:
         if self._masters.swapped_in:
             scale = None if record is None or record.inverse is None else reciprocal(record.inverse)
             self._masters.swap_out(parameters_of(optimizer), scale)
+
+
+def _joint(norms: Sequence[Tensor], order: float = 2.0) -> Tensor:
+    """The norm of some order of everything that some norms of that order are of."""
+    joint: Tensor = norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(list(norms)), order)
+    return joint

@@ -194,7 +194,7 @@ class FusedOptimizer(Loading):
         """Torch's way to run hooks around a step under a name for profilers.
 
         That name takes as long as the rest of a step of a few small tensors. So it is left out unless a profiler runs;
-        hooks of sessions, which change nothing, still run.
+        the hook of sessions, which changes nothing, still runs.
         """
         hooked, own = Optimizer.profile_hook_step(func), func is FusedOptimizer._own_step
 
@@ -204,7 +204,7 @@ class FusedOptimizer(Loading):
             after = self._optimizer_step_post_hooks or _global_optimizer_post_hooks
             if self.is_hooked or after or profiler._is_profiler_enabled:
                 return hooked(self, *args, **kwargs)
-            for hook in (*_global_optimizer_pre_hooks.values(), *self._optimizer_step_pre_hooks.values()):
+            for hook in _global_optimizer_pre_hooks.values():
                 hook(self, args, kwargs)
             return func(self, *args, **kwargs)
 
@@ -219,22 +219,18 @@ class FusedOptimizer(Loading):
     @property
     def is_hooked(self) -> bool:
         """Whether hooks run before a step, or the step was overridden: both may read and change gradients."""
-        return not all(map(_changes_nothing, _global_optimizer_pre_hooks.values())) or (
-            not self._step_supports_amp_scaling
-        )
+        others = [h for h in _global_optimizer_pre_hooks.values() if not getattr(h, "changes_nothing", False)]
+        return bool(others) or not self._step_supports_amp_scaling
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
         """Whether a step accepts scaled gradients, for scalers. Not if other code may read them: hooks of this
         optimizer, a `step` that a subclass overrides, or one that was put in its place.
         """
-        for hook in self._optimizer_step_pre_hooks.values():
-            if not _changes_nothing(hook):
-                return False
+        if self._optimizer_step_pre_hooks:
+            return False
         own = vars(self).get("step")
-        if own is not None and getattr(own, "__globals__", None) is vars(
-            lr_scheduler
-        ):  # which notes that it was called
+        if getattr(own, "__globals__", None) is vars(lr_scheduler):  # a scheduler's, which notes that it was called
             own = getattr(own, "__wrapped__", None)
         return (type(self).step if own is None else own) in self._steps
 
@@ -321,8 +317,3 @@ def refuse_differentiable(differentiable: bool) -> None:
     """`OptimizerError` for `differentiable=True`."""
     if differentiable:
         raise OptimizerError("a fused step cannot be differentiated through: use torch.optim with differentiable=True")
-
-
-def _changes_nothing(hook: Any) -> bool:
-    """Whether a hook neither reads nor changes gradients: a session's."""
-    return getattr(hook, "changes_nothing", False)

@@ -74,15 +74,18 @@ def _syncs(part: Any) -> bool:
 
 
 def check_hooks(
-    models: Mapping[str, nn.Module], wrappers: Collection[DistributedDataParallel] | None = None
-) -> Collection[DistributedDataParallel]:
+    models: Mapping[str, nn.Module], wrappers: Sequence[weakref.ref[DistributedDataParallel]] | None = None
+) -> Sequence[weakref.ref[DistributedDataParallel]]:
     """Refuse PowerSGD over buckets of two dtypes, which wait for each other for ever, with torch's own models as well.
 
     Returns the models' wrappers, the search for which takes long; give them the next time.
     """
     if wrappers is None:
-        wrappers = weakref.WeakSet(wrappers_of({p for model in models.values() for p in model.parameters()}))
-    for wrapper in wrappers:
+        wrappers = list(map(weakref.ref, wrappers_of({p for model in models.values() for p in model.parameters()})))
+    for known in wrappers:
+        wrapper: Any = known()
+        if wrapper is None:
+            continue
         compresses = any(type(state).__name__ == "PowerSGDState" for _, state in wrapper._comm_hooks)
         dtypes = {p.dtype for p in wrapper.parameters() if p.requires_grad} if compresses else ()
         if len(dtypes) > 1:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -14,7 +13,7 @@ from ..errors import ScaleCollapse, SessionError, StateError
 from ..kernels import Reading, multiply_
 from ..ledger import Gradients, gradients_of
 from ..scaling import LOG, LossScale, Rows, tell_row
-from ._report import Skips
+from ._report import Count, Skips
 
 
 class Losses:
@@ -27,6 +26,8 @@ class Losses:
         """Of the session's steps."""
         self.separate_scales = len(scales) > 1 and any(scale.kind != "none" for scale in scales.values())
         """Whether losses have scales of their own, so that their gradients must be unscaled before they are added."""
+        self.shared = None if self.separate_scales else next(iter(scales.values()))
+        """The scale of all losses, unless they have scales of their own."""
         self.scaled = any(scale.kind != "none" for scale in scales.values())
         """Whether any loss is scaled."""
 
@@ -70,25 +71,22 @@ class Losses:
             run = self._runs[name].replayed(steps, scale.patience, self.skips)
             self._judge(name, run, self._runs[name].device, offender)
 
-    def _judge(
-        self, name: str, run: int | None, device: torch.device, offender: Callable[[], str | None]
-    ) -> None:  # fmt: skip
+    def _judge(self, name: str, run: int | None, device: torch.device, offender: Callable[[], str | None]) -> None:
         """Warn of a long row of skips, if the host knows of it, and give up at the end of the scale's patience."""
         scale = self._scales[name]
-        if run is None:
+        is_long = run is not None and self._runs[name].rows.are_long(run)
+        is_over = run is not None and scale.patience is not None and run >= scale.patience
+        if run is None or not (is_long or is_over):
             return
-        scaled = scale.kind != "none"
-        if self._runs[name].rows.are_long(run):
-            scale_stands = (
-                f", and the scale of loss {name!r} stands at {float(scale.current(device)):g}" if scaled else ""
-            )
-            tell_row(run, scale_stands, scale.patience)
-        if scale.patience is None or run < scale.patience:
+        scaled, stands = scale.kind != "none", float(scale.current(device))
+        if is_long:
+            of_scale = f", and the scale of loss {name!r} stands at {stands:g}" if scaled else ""
+            tell_row(run, of_scale, scale.patience)
+        if not is_over:
             return
         self._runs[name].reset()
         parameter = offender()
         layer = (parameter or "").rpartition(".")[0]
-        stands = float(scale.current(device))
         of_scale = f"loss scale {name!r} stands at {stands:g} after " if scaled else ""
         advice = "No scale cures that: compute in bfloat16 (level='O4'), look" if scaled else "Look"
         error = ScaleCollapse(
@@ -104,7 +102,7 @@ class Losses:
     def state_dict(self) -> dict[str, Any]:
         """The state of every scale, by name, with its number of skips in a row."""
         return {
-            name: {**scale.state_dict(), "skipped_in_a_row": self._runs[name].length}
+            name: {**scale.state_dict(), "skipped_in_a_row": int(self._runs[name])}
             for name, scale in self._scales.items()
         }
 
@@ -128,12 +126,11 @@ class Losses:
             scale.load_state_dict(fields)
 
 
-class _Run:
-    """Skipped steps in a row: counted on the host if it knows the outcome, else on the device."""
+class _Run(Count):
+    """The number of skipped steps in a row."""
 
     def __init__(self, start: int = 0) -> None:
-        self._host = start
-        self._device: Tensor | None = None
+        super().__init__(start)
         self._unread = 0
         self.rows = Rows()
 
@@ -142,18 +139,13 @@ class _Run:
         """The device of the count."""
         return torch.device("cpu") if self._device is None else self._device.device
 
-    @property
-    def length(self) -> int:
-        return self._host if self._device is None else int(self._device)
-
     def add(self, found: Tensor, host_skipped: bool | None, patience: int | None, skips: Skips) -> int | None:
         """The run's length after a step; None if only the device knows it and a read is not yet due."""
         if host_skipped is not None:
-            self._host = self.length + 1 if host_skipped else 0
-            self._device = None
+            self._host, self._device = int(self) + 1 if host_skipped else 0, None
             return self._host
         if self._device is None:
-            self._device = torch.full_like(found, float(self._host))
+            self._host, self._device = 0, torch.full_like(found, float(self._host))
         torch.addcmul(found, self._device, found, out=self._device)  # (run + 1) * found, in place: a graph counts too
         return self.replayed(1, patience, skips)
 
@@ -200,21 +192,15 @@ class PendingScales:
         """Whether a backward pass has run that no step of all optimizers followed."""
         return bool(self._ran)
 
-    def ran(self, name: str) -> None:
-        """Record that a backward pass of a loss runs: hooks may step while it does."""
+    def ran(self, name: str) -> bool:
+        """Record that a backward pass of a loss runs: hooks may step while it does. Returns whether it is the first."""
+        first = name not in self._ran
         self._ran.add(name)
+        return first
 
-    @contextmanager
-    def running_of(self, name: str) -> Iterator[None]:
-        """Wrap the backward pass of a loss; one that fails is not recorded, as its gradients are not whole."""
-        before = name in self._ran
-        self._ran.add(name)
-        try:
-            yield
-        except BaseException:
-            if not before:
-                self._ran.discard(name)
-            raise
+    def failed(self, name: str) -> None:
+        """Undo `ran`."""
+        self._ran.discard(name)
 
     def has_stepped(self, optimizer: Optimizer) -> bool:
         """Whether an optimizer has stepped since the last backward pass, while others have not."""
@@ -266,8 +252,9 @@ class PendingScales:
         for each in [due for due in self.due if name in (None, due)]:
             reading, host_skipped = self.due.pop(each)
             self._ran.discard(each)
-            outstanding = [] if self._losses.separate_scales else [o for o in self._optimizers if o not in stepped]
-            outstanding = [o for o in outstanding if o not in self._gradients]
+            outstanding: list[Optimizer] = []
+            if not self._losses.separate_scales and not stepped.issuperset(self._optimizers):
+                outstanding = [o for o in self._optimizers if o not in stepped and o not in self._gradients]
             device = reading.found.device
             before = self._losses[each].current(device) if outstanding else None
             try:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import chain
 from typing import Any
 
 import torch
@@ -43,17 +43,22 @@ class CallOrder:
         self._scaled_by_hand = False
         """Whether the session has given out a scaled loss, so that any backward pass may be that of such a one."""
         self._ours = 0
-        self._seen: list[tuple[Parameter, Any]] = []
+        """How many of the session's backward passes are running."""
+        self._seen: dict[Optimizer, list[Parameter]] = {}
+        self._hooks: list[Any] = []
         for optimizer in self._optimizers if losses.scaled and not is_stage else ():
-            came = _weakly(self, CallOrder._gradient_came, optimizer)
-            for each in _some(p for p in parameters_of(optimizer) if p.is_leaf and p.requires_grad):
-                self._seen.append((each, each.register_post_accumulate_grad_hook(came)))
-        for each in () if self._optimizers else _some(masters):
-            self._seen.append((each, each.register_post_accumulate_grad_hook(_weakly(self, CallOrder._nobody_steps))))
+            some = self._seen[optimizer] = _some(p for p in parameters_of(optimizer) if p.is_leaf and p.requires_grad)
+            self._look_at(some, CallOrder._gradient_came, optimizer)
+        if not self._optimizers:
+            self._look_at(_some(masters), CallOrder._nobody_steps)
+
+    def _look_at(self, parameters: list[Parameter], method: Callable[..., None], *args: Any) -> None:
+        came = _weakly(self, method, *args)
+        self._hooks += [parameter.register_post_accumulate_grad_hook(came) for parameter in parameters]
 
     def close(self) -> None:
         """Notice nothing more."""
-        for _, hook in self._seen:
+        for hook in self._hooks:
             hook.remove()
 
     # -- backward
@@ -67,23 +72,13 @@ class CallOrder:
             check_hooks(low)
         if not self._optimizers and (self._losses.scaled or len(self._masters)):
             self._nobody_steps()
-        for parameter, _ in () if self._full.depth else self._seen:
+        for parameter in () if self._full.depth else chain.from_iterable(self._seen.values()):
             if parameter.grad is not None and is_marked(parameter.grad, "_preamp_plain"):
                 raise SessionError(
                     "there are gradients of a loss.backward() that is not the session's, and those of "
                     "session.backward() are multiplied by the loss scale: added to them the former would vanish when "
                     "they are unscaled. Write session.backward(loss) for each loss, or clear gradients in between"
                 )
-
-    @contextmanager
-    def backward_of_ours(self) -> Iterator[None]:
-        """Wrap a backward pass of the session."""
-        self._ours += 1
-        try:
-            with self._others.marking() if self._losses.scaled else nullcontext():
-                yield
-        finally:
-            self._ours -= 1
 
     def _nobody_steps(self, parameter: Parameter | None = None) -> None:
         """Refuse a backward pass whose gradients no optimizer steps; `parameter`: one that has got a gradient."""
@@ -209,11 +204,12 @@ class CallOrder:
 
     def stepped(self, chosen: Sequence[Optimizer]) -> None:
         """Mark gradients as used by a step."""
-        for each in () if self._losses.scaled else chosen:
-            self._gradients.mark_stepped(each)
-        for parameter, _ in self._seen if self._losses.scaled else ():
-            if parameter.grad is not None and parameter not in self._masters:
-                parameter.grad._preamp_used = parameter.grad._version  # type: ignore[attr-defined]
+        for each in chosen:
+            if not self._losses.scaled:
+                self._gradients.mark_stepped(each)
+            for parameter in self._seen.get(each, ()):
+                if parameter.grad is not None:
+                    parameter.grad._preamp_used = parameter.grad._version  # type: ignore[attr-defined]
 
     def scaled_pass(self, loss: Tensor, scale: LossScale) -> None:
         """Prepare a scaled backward pass: gradients that a step has used, and unscaled, are scaled again.
@@ -221,12 +217,12 @@ class CallOrder:
         Nobody has cleared them, and more is about to be added.
         """
         self._others.find(loss)
-        used = {p for p, _ in self._seen if p.grad is not None and is_marked(p.grad, "_preamp_used")}
-        for each in self._optimizers if used and not self._losses.separate_scales else ():
-            own = list(parameters_of(each))
-            if not used.isdisjoint(own):
-                present = present_in([p for p in own if p not in self._masters])[1]
-                multiply_(present, scale.current(self._gradients.device))
+        for each, some in () if self._losses.separate_scales else self._seen.items():
+            for parameter in some:
+                if parameter.grad is not None and is_marked(parameter.grad, "_preamp_used"):
+                    present = present_in([p for p in parameters_of(each) if p not in self._masters])[1]
+                    multiply_(present, scale.current(self._gradients.device))
+                    break
 
     def _check_scaled_somewhere(self, ran: Sequence[str]) -> None:
         """Check before the first step that some stage has scaled its loss; a host sync."""
@@ -238,6 +234,26 @@ class CallOrder:
                 "are unscaled. Where the loss is computed, write session.backward(loss), or have the schedule's "
                 "loss_fn return session.scale(loss)"
             )
+
+
+class BackwardPass:
+    """A backward pass of a session, while it runs. One that fails is not recorded, as its gradients are not whole."""
+
+    def __init__(self, order: CallOrder, name: str) -> None:
+        self._order, self._name = order, name
+
+    def __enter__(self) -> None:
+        order = self._order
+        order._ours += 1
+        self._first = order._pending.ran(self._name)
+        self._before = order._others.gradients() if order._losses.scaled else []
+
+    def __exit__(self, failed: type[BaseException] | None, *_: object) -> None:
+        order = self._order
+        order._ours -= 1
+        order._others.mark(self._before)
+        if failed is not None and self._first:
+            order._pending.failed(self._name)
 
 
 def _some(parameters: Iterable[Parameter]) -> list[Parameter]:

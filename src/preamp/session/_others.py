@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -46,28 +45,21 @@ class OtherLeaves:
             leaves = [getattr(node, "variable", None) for node in nodes_behind(loss)]
             self._found.update({id(p): weakref.ref(p) for p in leaves if p is not None and id(p) not in own})
 
-    @contextmanager
-    def marking(self) -> Iterator[None]:
-        """Wrap a scaled backward pass."""
-        before = self._gradients()
-        try:
-            yield
-        finally:
-            self._mark(before)
-
     def mark_after_this(self) -> None:
-        """Do the same from inside a pass, as it begins."""
-        before = self._gradients()
-        _engine.queue_callback(lambda: self._mark(before))
+        """Call `mark` at the end of the scaled backward pass that is running, and has just begun."""
+        before = self.gradients()
+        _engine.queue_callback(lambda: self.mark(before))
 
     def scaled(self) -> set[Tensor]:
         """Select leaves whose gradients are multiplied by the loss scale, and have not been changed since."""
         return {leaf for leaf in self if getattr(leaf.grad, _MARK, None) == getattr(leaf.grad, "_version", -1)}
 
-    def _gradients(self) -> list[tuple[Tensor, Tensor | None, int]]:
+    def gradients(self) -> list[tuple[Tensor, Tensor | None, int]]:
+        """Each leaf with its gradient, and that one's version, before a scaled backward pass."""
         return [(leaf, leaf.grad, _version(leaf.grad)) for leaf in self if leaf.requires_grad]
 
-    def _mark(self, before: list[tuple[Tensor, Tensor | None, int]]) -> None:
+    def mark(self, before: list[tuple[Tensor, Tensor | None, int]]) -> None:
+        """Mark the gradients that a scaled backward pass has changed."""
         for leaf, grad, version in before:
             if leaf.grad is not None and (leaf.grad is not grad or _version(grad) != version):
                 setattr(leaf.grad, _MARK, leaf.grad._version)

@@ -45,12 +45,15 @@ class OpenRegions:
 
     def last(self, region: SessionRegion) -> Any:
         """The last entry of a region, if it is open still."""
-        return next((entry for entry in reversed(self._open) if entry[0] is region), None)
+        for entry in reversed(self._open):
+            if entry[0] is region:
+                return entry
+        return None
 
     def remove(self, entry: Any) -> None:
         """Forget a region that was left, and those inside it that an interrupt kept open."""
         inside = self._open[self._open.index(entry) + 1 :]
-        if any(each[1] == entry[1] for each in inside):
+        if inside and entry[1] in {each[1] for each in inside}:
             self._restore(entry)
         else:
             self._open.remove(entry)
@@ -72,9 +75,9 @@ def autocast_state(device_type: str) -> tuple[Any, ...]:
     """What regions are open in this thread, as far as torch knows."""
     depth = torch.autocast_increment_nesting()
     torch.autocast_decrement_nesting()
-    kinds = (device_type, MARKER)
-    dtypes = [(torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in kinds]
-    return depth, torch.is_autocast_cache_enabled(), *dtypes
+    ours = torch.is_autocast_enabled(MARKER), torch.get_autocast_dtype(MARKER)
+    torchs = torch.is_autocast_enabled(device_type), torch.get_autocast_dtype(device_type)
+    return depth, torch.is_autocast_cache_enabled(), torchs, ours
 
 
 def restore_autocast(device_type: str, before: tuple[Any, ...]) -> None:

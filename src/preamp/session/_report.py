@@ -17,7 +17,7 @@ class StepReport:
     A report is a value of its own: later steps do not change it.
     """
 
-    __slots__ = ("_found", "_names", "_nonfinite", "_norm", "_parts", "_scale", "_scaled", "index")
+    __slots__ = ("_found", "_names", "_nonfinite", "_norm", "_parts", "_scale", "index")
 
     def __init__(
         self,
@@ -27,7 +27,6 @@ class StepReport:
         norm: Tensor | float,
         nonfinite: Tensor | tuple[str, ...],
         names: Callable[[], Sequence[str]],
-        scaled: bool = False,
     ) -> None:
         self.index = index
         """Which attempt at a step this was, counted from 0."""
@@ -37,8 +36,6 @@ class StepReport:
         self._nonfinite: Tensor | tuple[str, ...] = nonfinite
         self._names = names
         self._parts = (found, scale, norm, nonfinite)
-        self._scaled = scaled
-        """Whether `norm` is of the gradients as they were, times the scale."""
 
     @property
     def skipped(self) -> bool:
@@ -55,8 +52,7 @@ class StepReport:
     @property
     def grad_norm(self) -> float:
         """L2 norm of the true gradients before clipping, over all the optimizers stepped; not finite if skipped."""
-        if isinstance(self._norm, Tensor):
-            self._norm = float(self._norm) / (self.scale if self._scaled else 1.0)
+        self._norm = float(self._norm)
         return self._norm
 
     @property
@@ -70,7 +66,7 @@ class StepReport:
     def after_replay(self, index: int) -> StepReport:
         """A report of the same step, run again by a CUDA graph that wrote new values into its tensors."""
         found, scale, norm, nonfinite = (part.clone() for part in self._parts)  # type: ignore[union-attr]
-        report = StepReport(index, found, scale, norm, nonfinite, self._names, self._scaled)
+        report = StepReport(index, found, scale, norm, nonfinite, self._names)
         report._parts = self._parts
         return report
 
@@ -85,18 +81,22 @@ class StepReport:
         )
 
 
-class Skips:
-    """The number of skipped steps: counted on the host if it knows, else on the device."""
+class Count:
+    """A number of steps: counted on the host if it knows of them, else on the device."""
 
     def __init__(self, start: int = 0) -> None:
         self._host = start
         self._device: Tensor | None = None
-        self._told = 0
 
-    @property
-    def total(self) -> int:
-        """A host sync."""
+    def __int__(self) -> int:
+        """The number; a host sync if it is on the device."""
         return self._host + (0 if self._device is None else int(self._device))
+
+
+class Skips(Count):
+    """The number of skipped steps."""
+
+    _told = 0
 
     def count(self, step: int, found: Tensor, host_skipped: bool | None) -> None:
         """Count an attempted step. `found`: 0-d, 1 if skipped. `host_skipped`: None if only the device knows."""

@@ -41,10 +41,12 @@ from ._checks import (
 )
 from ._losses import Losses, PendingScales
 from ._memory import Memory, memory_of
-from ._order import CallOrder
+from ._order import BackwardPass, CallOrder
 from ._regions import FullPrecision, Joining, OpenRegions, SessionRegion, held_kernels, not_synchronised, warn_outside
 from ._report import Skips, StepReport
 from ._step import OptimizerSteps
+
+_CLOSED = "this session is closed; prepare the model again to go on"
 
 
 class Session:
@@ -105,7 +107,8 @@ class Session:
     @traced_by_callers
     def autocast(self, enabled: bool = True) -> SessionRegion:
         """A new region for the forward pass and the loss, as the policy has it; also a decorator."""
-        self._check_open()
+        if self._closed:
+            raise SessionError(_CLOSED)
         active = enabled and self.policy.has_regions
         dtype = self.policy.compute if active else None
         again = functools.partial(Session.autocast, self, enabled)
@@ -172,7 +175,7 @@ class Session:
         seed = scale.seed(loss) if kwargs.get("gradient") is None else None  # saves the product, and its backward
         backward = scale.scale(loss).backward if seed is None else functools.partial(loss.backward, seed)
         run = functools.partial(backward, **kwargs)
-        with self._pending.running_of(name), self._order.backward_of_ours():
+        with BackwardPass(self._order, name):
             if self._losses.separate_scales:
                 self._pending.void_zeroed()
                 readings = self._gradients.add_unscaled(run, scale.inverse(loss.device))
@@ -207,7 +210,8 @@ class Session:
         For a gradient penalty: the pass is scaled and the result unscaled, so that nothing underflows on the way.
         Differentiable again by default. Entries that are not reached are an error, as in torch.
         """
-        self._check_open()
+        if self._closed:
+            raise SessionError(_CLOSED)
         scale = self._losses[self._losses.named(name)]
         wanted = (inputs,) if isinstance(inputs, Tensor) else tuple(inputs)
         scaled = scale.scale(outputs)
@@ -264,10 +268,8 @@ class Session:
             clip_values_(gradients_of(each), float(clip_value))
 
     def _read(self, optimizer: Optimizer, steps_next: bool = False) -> Reading:
-        inverse = None
-        if not self._losses.separate_scales and optimizer not in self._gradients:
-            names = self._pending.names or list(self._losses)
-            inverse = self._losses[names[0]].inverse(self._gradients.device)
+        shared = None if optimizer in self._gradients else self._losses.shared
+        inverse = None if shared is None else shared.inverse(self._gradients.device)
         return self._gradients.read(optimizer, inverse, steps_next)
 
     def memory(self) -> Memory:
@@ -295,7 +297,7 @@ class Session:
         scale = self._losses[ran[0]].current(self._gradients.device)
         # of several not: a hook around the step of one may change the gradients of another after they were copied
         readings = [self._read(each, steps_next=len(chosen) == 1) for each in chosen]
-        norm, scaled = self._gradients.norm_of_all(chosen)
+        norm = self._gradients.norm_of_all(chosen)
         parameters = list(itertools.chain.from_iterable(self._gradients[each].parameters for each in chosen))
         if self.policy.params is torch.float32:
             check_not_cast(parameters, self._named)
@@ -313,7 +315,7 @@ class Session:
         warn_rounded(self._masters)
         read = functools.reduce(Reading.merged, readings)
         names = functools.partial(names_of, parameters, self._named)
-        self.last_step = report = StepReport(self._attempts, read.found, scale, norm, read.nonfinite, names, scaled)
+        self.last_step = report = StepReport(self._attempts, read.found, scale, norm, read.nonfinite, names)
         host_skipped = None if None in skipped else any(skipped)
         self._losses.skips.count(self._attempts, read.found, host_skipped)
         self._attempts += 1
@@ -380,7 +382,7 @@ class Session:
     @property
     def skipped(self) -> int:
         """Skipped steps so far; a host sync."""
-        return self._losses.skips.total
+        return int(self._losses.skips)
 
     def loss_scale(self, name: str | None = None) -> float:
         """The present scale of a loss; a host sync."""
@@ -450,8 +452,8 @@ class Session:
         """
         self._gradients.rest()
         inverse = None
-        if not self._losses.separate_scales and not self._gradients.carried:  # no backward pass has come to those
-            inverse = self._losses[next(iter(self._losses))].inverse(self._gradients.device)
+        if self._losses.shared is not None and not self._gradients.carried:  # no backward pass has come to those
+            inverse = self._losses.shared.inverse(self._gradients.device)
             if inverse is not None and not self._pending.running:
                 for each in self._optimizers.values():
                     each.zero_grad()
@@ -486,14 +488,13 @@ class Session:
         """Parameters with their paths; of a sharded model its first ones, as it has others while it is gathered."""
         return named_parameters(self._models) if self._shards is None else self._shards
 
-    @traced_by_callers
+    @uncompiled
     def _check_open(self) -> None:
+        """Check that the session is open, and undo what an interrupted `full_precision` has left."""
         if self._closed:
-            raise SessionError("this session is closed; prepare the model again to go on")
-        if torch.compiler.is_compiling():
-            return
+            raise SessionError(_CLOSED)
         if self._full.begun and not self._full.depth:
-            self._full.leave()  # of one that was interrupted
+            self._full.leave()
         if not self._attempts and not self._sharded:
             check_sharded_late(self._models.values())
 

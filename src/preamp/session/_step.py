@@ -37,7 +37,9 @@ class OptimizerSteps:
         pending: PendingScales, full: FullPrecision, conversions: Sequence[Conversion], skip: str,
     ) -> None:  # fmt: skip
         self.others = OtherLeaves(optimizers, conversions)
-        self._optimizers, self._gradients, self._masters = list(optimizers), gradients, masters
+        self.optimizers = list(optimizers)
+        """Those of the session."""
+        self._gradients, self._masters = gradients, masters
         self._losses, self._pending, self._full = losses, pending, full
         self.skip = skip
         """One of `SKIPS`."""
@@ -46,22 +48,20 @@ class OptimizerSteps:
         self.loads = 0
         """How often states were loaded, which are in new tensors then."""
         self._stepping: Optimizer | None = None
-        for each in self._optimizers:
+        for each in self.optimizers:
             if isinstance(each, FusedOptimizer):
                 each.lend(masters)
         self._handles = [
             handle
-            for each in self._optimizers
+            for each in self.optimizers
             for handle in (
-                each.register_step_pre_hook(self._before_step),
                 each.register_load_state_dict_pre_hook(self._before_load),
                 each.register_load_state_dict_post_hook(self._after_load),
             )
         ]
-        if losses.scaled or masters.wanted:
-            _OTHERS.add(self)
+        _OPEN.add(self)
         self._modes = [
-            (each, name, *self._in_float32(each, name)) for each in self._optimizers for name in modes_of(each)
+            (each, name, *self._in_float32(each, name)) for each in self.optimizers for name in modes_of(each)
         ]
 
     def _in_float32(self, optimizer: Any, name: str) -> tuple[Any, Any]:
@@ -134,27 +134,21 @@ class OptimizerSteps:
             optimizer.step()
         return skipped
 
-    def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        """Refuse a step by the caller itself if it would do harm."""
+    def before_own_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        """Refuse a step of the session's optimizer by the caller itself if it would do harm."""
         if self._stepping is optimizer or self._full.depth:  # where parameters are masters, and gradients true
             return
         with_closure = any(map(callable, (*args, *kwargs.values())))
         check_own_step(optimizer, self._masters, self._losses.scaled, self._pending.running, with_closure)
         torch.clear_autocast_cache()  # of a region that is open still: casts of weights as they will not be
 
-    _before_step.changes_nothing = True  # type: ignore[attr-defined]
-
-    def has(self, optimizer: Optimizer) -> bool:
-        """Whether it is one of the session's."""
-        return optimizer in self._optimizers
-
     def before_step_of_another(self, optimizer: Optimizer) -> None:
         """Refuse the step of an optimizer that the session does not have if it would do harm."""
-        if self._stepping is not None or self._full.depth:
+        if self._stepping is not None or self._full.depth or not (self._losses.scaled or self._masters.wanted):
             return
         scaled: set[Tensor] = self.others.scaled() if self._losses.scaled else set()
         waiting = self._losses.scaled and self._pending.running and not self._losses.separate_scales
-        for each in self._optimizers if waiting else ():
+        for each in self.optimizers if waiting else ():
             if each not in self._gradients or not self._gradients[each].true:
                 scaled.update(parameters_of(each))
         check_step_of_another(optimizer, self._masters, scaled)
@@ -174,7 +168,7 @@ class OptimizerSteps:
 
     def close(self) -> None:
         """Release the optimizers; those of `preamp.optim` get their own masters again by `take_states_back`."""
-        _OTHERS.discard(self)
+        _OPEN.discard(self)
         for handle in self._handles:
             handle.remove()
         for optimizer, name, ours, before in self._modes:
@@ -185,14 +179,14 @@ class OptimizerSteps:
 
     def take_states_back(self) -> None:
         """Call it once masters are back in the parameters."""
-        for each in self._optimizers:
+        for each in self.optimizers:
             if isinstance(each, FusedOptimizer):
                 each.lend(None)
             else:
                 state_like_parameters(each)
 
 
-class _StepsOfOthers:
+class _OpenSessions:
     """Asks open sessions before any optimizer of the process steps: theirs, or another.
 
     One hook for all. A session that is lost goes silently, and never takes a hook of torch's out: that may happen at
@@ -200,29 +194,33 @@ class _StepsOfOthers:
     """
 
     def __init__(self) -> None:
-        self._open: weakref.WeakSet[OptimizerSteps] = weakref.WeakSet()
+        self._open: list[weakref.ref[OptimizerSteps]] = []
         self._handle: Any = None
 
     def add(self, steps: OptimizerSteps) -> None:
-        self._open.add(steps)
+        self._open.append(weakref.ref(steps))
         self._handle = self._handle or register_optimizer_step_pre_hook(self._before_step)
 
     def discard(self, steps: OptimizerSteps) -> None:
-        self._open.discard(steps)
+        self._open = [known for known in self._open if known() not in (None, steps)]
         if self._handle is not None and not self._open:
             self._handle.remove()
             self._handle = None
 
-    def _before_step(self, optimizer: Optimizer, *_: Any) -> None:
-        every = list(self._open)
-        if not any(steps.has(optimizer) for steps in every):  # sessions have no parameters in common
+    def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        every = [steps for steps in [known() for known in self._open] if steps is not None]
+        for steps in every:
+            if optimizer in steps.optimizers:  # of one session: they have no parameters in common
+                steps.before_own_step(optimizer, args, kwargs)
+                break
+        else:
             for steps in every:
                 steps.before_step_of_another(optimizer)
 
     _before_step.changes_nothing = True  # type: ignore[attr-defined]
 
 
-_OTHERS = _StepsOfOthers()
+_OPEN = _OpenSessions()
 
 
 def modes_of(optimizer: Optimizer) -> tuple[str, ...]:
