@@ -32,11 +32,12 @@ MAKERS: dict[str, Callable[..., Any]] = {
     "torch AdamW": lambda params: torch.optim.AdamW(params, 1e-3, eps=1e-5, foreach=False),
     "AdamW, split": lambda params: preamp.optim.AdamW(params, 1e-3, eps=1e-5, master="split"),
     "AdamW, split, 8 bits": lambda params: preamp.optim.AdamW(params, 1e-3, eps=1e-5, master="split", states="8bit"),
+    "SGD, split24": lambda params: preamp.optim.SGD(params, 0.1, momentum=0.5, master="split24"),
     "LAMB": lambda params: preamp.optim.LAMB(params, 1e-2),
 }
 CASES = [
     ("O0", "torch SGD"), ("O1", "SGD"), ("O2", "torch AdamW"), ("O3", "torch SGD"), ("O4", "torch SGD"),
-    *[("O5", maker) for maker in ("SGD", "torch AdamW", "AdamW, split", "AdamW, split, 8 bits", "LAMB")],
+    *[("O5", maker) for maker in ("SGD", "torch AdamW", "AdamW, split", "AdamW, split, 8 bits", "SGD, split24", "LAMB")],
 ]  # fmt: skip
 SEQUENCE_CASES = [("O0", "torch AdamW"), ("O1", "LAMB"), ("O2", "SGD"), ("O5", "AdamW, split")]
 

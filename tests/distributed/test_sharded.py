@@ -192,10 +192,12 @@ def masters_of_16_bit_shards(master: str) -> dict[str, Any]:
             model(torch.randn(4, 8).bfloat16()).float().square().mean().backward()
             optimizer.step()
             optimizer.zero_grad()
-        name = "master_bits" if master == "split" else "master"
+        name = "master" if master == "float32" else "master_bits"
         ends.append([full_tensor(p.detach()) for p in model.parameters()])
         kept.append([full_tensor(optimizer.state[p][name].double()) for p in model.parameters()])  # gloo has no int16
     dtype = next(iter(optimizer.state.values()))[name].dtype
+    if master == "split24":  # by chance, which depends on a number's place in its shard
+        return {"same": all(torch.allclose(a, b, rtol=2**-7) for a, b in zip(*ends, strict=True)), "dtype": str(dtype)}
     return {"same": all(map(torch.equal, *ends)) and all(map(torch.equal, *kept)), "dtype": str(dtype)}
 
 
@@ -247,7 +249,8 @@ def orders() -> dict[str, str]:
         model = build()
         session = preamp.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), level="O2")
         fully_shard(model)
-        return session.autocast()
+        with session.autocast():
+            return model(torch.randn(4, 8))
 
     def low() -> object:
         model = build().bfloat16()
@@ -293,7 +296,7 @@ def act(folder: Path) -> dict[str, Any]:
         "stages": stages(), "orders": orders(), "states": states_of_both_kinds(),
         **{f"batch norms {level}": batch_norms(level) for level in ("O1", "O2", "O3", "O4", "O5")},
         "batch norms, compiled": batch_norms("O5", compiled=True),
-        **{f"16-bit shards, {master}": masters_of_16_bit_shards(master) for master in ("float32", "split")},
+        **{f"16-bit shards, {master}": masters_of_16_bit_shards(master) for master in ("float32", "split", "split24")},
     }  # fmt: skip
 
 
@@ -350,7 +353,7 @@ def test_after_uneven_inputs_ranks_go_on_alike(told: list[dict[str, Any]], level
     assert first["steps"] == 5
 
 
-@pytest.mark.parametrize(("master", "dtype"), [("float32", "torch.float32"), ("split", "torch.int16")])
+@pytest.mark.parametrize(("master", "dtype"), [("float32", "torch.float32"), ("split", "torch.int16"), ("split24", "torch.int8")])
 def test_an_optimizer_keeps_masters_of_16_bit_shards(told: list[dict[str, Any]], master: str, dtype: str) -> None:
     assert all(each[f"16-bit shards, {master}"] == {"same": True, "dtype": dtype} for each in told)
 

@@ -61,9 +61,10 @@ def adam_8bit_(
 
 
 def sgd_(
-    params: Tensors, grads: Tensors, buffers: Tensors, copies: Copies, *, contiguous: bool = False, **options: Any
-) -> None:
-    storage = Storage(params, (buffers,), None, copies, contiguous=contiguous)
+    params: Tensors, grads: Tensors, buffers: Tensors, copies: Copies, *, contiguous: bool = False,
+    step: Tensor | None = None, bits: Tensors | None = None, **options: Any,
+) -> None:  # fmt: skip
+    storage = Storage(params, (buffers,), step, copies, bits, contiguous=contiguous)
     kernels.sgd(storage, grads, _options(kernels.SGDOptions, options))
 
 

@@ -38,12 +38,13 @@ CASES: list[tuple[Any, dict[str, Any], int]] = [
         for maxima in (False, True)
         for kind, grad, low in (
             (0, tl.float16, tl.float16), (0, tl.bfloat16, tl.bfloat16), (0, tl.float32, None), (1, tl.bfloat16, None),
-            (2, tl.bfloat16, None),
+            (2, tl.bfloat16, None), (3, tl.bfloat16, None),
         )
     ],
     *[
-        (elementwise.simple_kernel, {"GRAD": tl.float16, "LOW": tl.float16, "RULE": rule, "NESTEROV": rule == 2,
-                                     "ALIGNED": True, "CHUNK": 1024}, WARPS)
+        (elementwise.simple_kernel, {"GRAD": tl.float16, "LOW": low, "KIND": kind, "RULE": rule,
+                                     "NESTEROV": rule == 2, "ALIGNED": True, "CHUNK": 1024}, WARPS)
+        for kind, low in ((0, tl.float16), (3, None))
         for rule in range(4)
     ],
     (launch.prepare_numbers, dict.fromkeys(
@@ -57,7 +58,7 @@ CASES: list[tuple[Any, dict[str, Any], int]] = [
     *[
         (eight_bit.adam_8bit, {"GRAD": tl.bfloat16, "LOW": low, "KIND": kind, "DECAY": 2, "ALIGNED": True,
                                         "CHUNK": 1024}, eight_bit.WARPS)
-        for kind, low in ((0, tl.bfloat16), (1, None), (2, None), (3, tl.bfloat16))
+        for kind, low in ((0, tl.bfloat16), (1, None), (2, None), (3, None), (4, tl.bfloat16))
     ],
 ]  # fmt: skip
 

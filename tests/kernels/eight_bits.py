@@ -18,7 +18,7 @@ SETTINGS: list[dict[str, Any]] = [
     {**OPTIONS, "weight_decay": 0.1, "maximize": True},
     {**OPTIONS, "weight_decay": 0.1, "decoupled": True, "beta1": 0.0},
 ]
-KINDS = ("float32", "published", "split", "stochastic", "nearest")
+KINDS = ("float32", "published", "split", "split24", "stochastic", "nearest")
 
 
 @dataclass
@@ -40,8 +40,8 @@ class Run:
         self.step = torch.zeros((), device=wide[0].device)
         if self.kind == "published":
             self.lows = [p.to(self.low) for p in wide]
-        elif self.kind == "split":
-            halves = [fused.split(p) for p in wide]
+        elif self.kind in ("split", "split24"):
+            halves = [fused.split(p, torch.int16 if self.kind == "split" else torch.int8) for p in wide]
             self.params, self.bits = [w for w, _ in halves], [b for _, b in halves]
         elif self.kind != "float32":
             self.params = [p.to(self.low) for p in wide]

@@ -68,6 +68,36 @@ def test_every_low_half_of_some_weights() -> None:
         assert len(weight.view(torch.int16).unique()) == 2
 
 
+@given(bits=st.lists(st.integers(0, 2**32 - 1), min_size=1, max_size=50), seed=st.integers(0, 2**62))
+@example(bits=EDGES, seed=0)
+@settings(deadline=None)
+def test_24_bits_are_one_of_the_two_numbers_around(bits: list[int], seed: int) -> None:
+    master = floats(bits)
+    chances = fused.chances_like(master, seed, torch.tensor(3.0), 0)
+    weight, rest = fused.split(master, torch.int8, chances)
+    assert weight.dtype is torch.bfloat16 and rest.dtype is torch.int8
+    made, nan = fused.join(weight, rest), master.isnan()
+    assert made[nan].isnan().all() and not made[~nan].isnan().any()
+    number, rounded = master.view(torch.int32)[~nan], made.view(torch.int32)[~nan]
+    assert bool(((rounded == number & ~0xFF) | (rounded == (number & ~0xFF) + 0x100)).all())
+    assert torch.equal(rounded[number & 0xFF == 0], number[number & 0xFF == 0])
+    again = fused.split(made, torch.int8, fused.chances_like(master, seed + 1, torch.tensor(3.0), 0))
+    assert torch.equal(again[0][~nan], weight[~nan]) and torch.equal(again[1][~nan], rest[~nan])
+    weight, rest = fused.split(master, torch.int8)  # to nearest
+    gap = (fused.join(weight, rest).double() - master.double()).abs()[~nan & (master.abs() < 3e38)]
+    spacing = master.double().abs()[~nan & (master.abs() < 3e38)] * 2**-15
+    assert bool((gap <= spacing.clamp_min(2.0**-141) / 2).all())
+
+
+def test_24_bits_have_the_right_mean() -> None:
+    values = torch.tensor([1.0 + 2.0**-17, -3.0 - 2.0**-16, 2.0**-130 * 1.3, 0.1, -1e30, 2.0**-149])
+    many = values.repeat(20_000, 1)
+    halves = fused.split(many, torch.int8, fused.chances_like(many, 5, torch.tensor(3.0), 0))
+    error = (fused.join(*halves).double().mean(0) - values.double()).abs()
+    spacing = (values.double().abs() * 2.0**-15).clamp_min(2.0**-141)
+    assert bool((error <= 4.5 * 0.5 * spacing / 20_000**0.5).all())
+
+
 def test_chances_are_even_and_apart() -> None:
     like = torch.zeros(1 << 16)
     drawn = [fused.chances_like(like, seed, torch.tensor(float(step)), spot)

@@ -23,14 +23,15 @@ from .gradients import everything, give, run
 BF16 = torch.bfloat16
 MAKERS: dict[str, Callable[..., Any]] = {
     "AdamW": partial(AdamW, lr=1e-2), "Lion": partial(Lion, lr=1e-3), "Muon": partial(Muon, lr=1e-2),
-    "AdamW, 8 bits": partial(AdamW, lr=1e-2, states="8bit"),
+    "AdamW, 8 bits": partial(AdamW, lr=1e-2, states="8bit"), "SGD": partial(SGD, lr=1e-2, momentum=0.9),
 }  # fmt: skip
 MASTERS: dict[str, dict[str, Any]] = {
-    "float32": {}, "split": {"master": "split"}, "by chance": {"master": None, "rounding": "stochastic"},
+    "float32": {}, "split": {"master": "split"}, "24 bits": {"master": "split24"},
+    "by chance": {"master": None, "rounding": "stochastic"},
     "none": {"master": None},
 }  # fmt: skip
 OTHERS: dict[str, Callable[..., Any]] = {
-    "SGD": partial(SGD, lr=1e-2, momentum=0.9), "Adagrad": partial(Adagrad, lr=1e-2), "LAMB": partial(LAMB, lr=1e-2),
+    "Adagrad": partial(Adagrad, lr=1e-2), "LAMB": partial(LAMB, lr=1e-2),
     "LAMB, no limit": partial(LAMB, lr=1e-2, weight_decay=0.0, max_grad_norm=None),
     "NovoGrad": partial(NovoGrad, lr=1e-2, weight_decay=0.1),
 }  # fmt: skip
@@ -100,7 +101,7 @@ def test_under_a_scaler(name: str, masters: str, kind: type[torch.amp.GradScaler
 @pytest.mark.parametrize(
     ("name", "arguments"),
     [("AdamW", {"amsgrad": True, "maximize": True}), *(("AdamW", {"weight_decay": d}) for d in (0.0, 0.1)),
-     ("Lion", {}), ("Muon", {})],
+     ("Lion", {}), ("Muon", {}), ("SGD", {"nesterov": True})],
     ids=str,
 )  # fmt: skip
 def test_split_masters_are_float32_masters_bit_for_bit(name: str, arguments: dict[str, Any]) -> None:
@@ -113,13 +114,16 @@ def test_split_masters_are_float32_masters_bit_for_bit(name: str, arguments: dic
         assert ((p.detach().float() - master).abs() <= (p.detach().float().abs() * 2.0**-8)).all()
 
 
-@pytest.mark.parametrize("name", ["AdamW", "Lion", "Muon"])
+@pytest.mark.parametrize("name", ["AdamW", "Lion", "Muon", "SGD"])
 def test_small_updates_are_not_lost(name: str) -> None:
-    """Without masters, rounding to nearest loses updates below half of a weight's spacing; by chance it does not."""
+    """Without masters, rounding to nearest loses updates below half of a weight's spacing; by chance it does not.
+
+    Nor do masters of 24 bits lose updates that are below half of their own spacing, 2^-15.
+    """
     ends = {}
     for masters, arguments in MASTERS.items():
         weight = Parameter(torch.full((32, 32), 1.0, dtype=BF16))
-        optimizer = MAKERS[name]([weight], **{**arguments, "lr": 2e-4, "weight_decay": 0.0})
+        optimizer = MAKERS[name]([weight], **{**arguments, "lr": 2e-5 if name == "SGD" else 2e-4, "weight_decay": 0.0})
         torch.manual_seed(0)
         direction = torch.randn(32, 32).to(BF16)
         for _ in range(60):
@@ -129,6 +133,52 @@ def test_small_updates_are_not_lost(name: str) -> None:
     length = float((ends["float32"] * ends["float32"]).sum())
     assert float((ends["none"] * ends["float32"]).sum()) < 0.1 * length
     assert float((ends["by chance"] * ends["float32"]).sum()) == pytest.approx(length, rel=0.1)
+    for masters in ("float32", "24 bits"):
+        weight = Parameter(torch.full((64, 64), 1.0, dtype=BF16))
+        rate = {"Muon": 1e-4, "SGD": 4e-7}.get(name, 2e-6)
+        optimizer = MAKERS[name]([weight], **{**MASTERS[masters], "lr": rate, "weight_decay": 0.0})
+        for _ in range(60):
+            weight.grad = torch.ones_like(weight).mul_(0.5)
+            optimizer.step()
+        state = optimizer.state[weight]
+        ends[masters] = state["master"] if "master" in state else join(weight.detach(), state["master_bits"])
+    moved, wanted = (float(ends[masters].double().mean() - 1) for masters in ("24 bits", "float32"))
+    assert abs(wanted) > 0 and moved == pytest.approx(wanted, rel=0.15)
+
+
+@pytest.mark.parametrize("name", ["AdamW", "SGD", "AdamW, 8 bits"])
+def test_masters_of_one_form_load_into_another(name: str) -> None:
+    """Float32, the 16 bits that a weight lacks, or 8 of them: what is saved in one form goes on in each."""
+    forms = ("float32", "split", "24 bits")
+
+    def value(optimizer: Any, p: Parameter) -> torch.Tensor:
+        state = optimizer.state[p]
+        return state["master"] if "master" in state else join(p.detach(), state["master_bits"])
+
+    for mine in forms:
+        params = made(name)
+        optimizer = make(name, params, mine)
+        run(optimizer, params, range(5))
+        saved = copy.deepcopy(optimizer.state_dict())
+        for theirs in forms:
+            twins = [Parameter(p.detach().clone()) for p in params]
+            twin = make(name, twins, theirs)
+            twin.load_state_dict(copy.deepcopy(saved))
+            for p, q in zip(params, twins, strict=True):
+                wanted, found = value(optimizer, p), value(twin, q)
+                tolerance = 2.0**-16 if theirs == "24 bits" else 0.0
+                assert bool(((found - wanted).abs() <= tolerance * wanted.abs() + 1e-40).all()), (mine, theirs)
+                assert torch.equal(q.detach().float(), found.to(BF16).float()) or theirs != "float32"
+                assert set(twin.state[q]) - {"step"} == set(make_state(name, q, theirs)) - {"step"}, (mine, theirs)
+            run(twin, twins, range(5, 7))
+
+
+def make_state(name: str, like: Parameter, masters: str) -> dict[str, Any]:
+    """The states that an optimizer makes for such a parameter."""
+    param = Parameter(like.detach().clone())
+    optimizer = make(name, [param], masters)
+    run(optimizer, [param], [0])
+    return dict(optimizer.state[param])
 
 
 @pytest.mark.parametrize("name", MAKERS)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import re
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +16,14 @@ from torch.nn import Parameter
 
 from preamp.errors import OptimizerError
 from preamp.kernels import dequantize
-from preamp.optim import Adam, AdamW, Lion, Muon
+from preamp.optim import SGD, Adam, AdamW, Lion, Muon
 
 from .gradients import give, run
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "optimizers.md"
 BF16 = torch.bfloat16
-KINDS: list[dict[str, Any]] = [{"master": "float32"}, {"master": "split"}, {"master": None, "rounding": "stochastic"}]
+BY_CHANCE = {"master": None, "rounding": "stochastic"}
+KINDS: list[dict[str, Any]] = [*({"master": kind} for kind in ("float32", "split", "split24")), BY_CHANCE]
 
 
 def made(dtype: torch.dtype = BF16) -> list[Parameter]:
@@ -74,11 +76,12 @@ def bytes_a_parameter(dtype: torch.dtype, kind: Any = AdamW, **arguments: Any) -
         (torch.float32, {"states": "8bit"}, 4 + 4 + 2 + 2 / 64),
         (BF16, {"master": "float32", "states": "8bit"}, 2 + 2 + 4 + 2 + 2 / 64),
         (BF16, {"master": "split", "states": "8bit"}, 2 + 2 + 2 + 2 + 2 / 64),
+        (BF16, {"master": "split24", "states": "8bit"}, 2 + 2 + 1 + 2 + 2 / 64),
         (BF16, {"master": None, "rounding": "stochastic", "states": "8bit"}, 2 + 2 + 2 + 2 / 64),
         *(
             (BF16, {"kind": kind, **masters}, 2 + 2 + moments + size)
-            for kind, moments in ((AdamW, 8), (Lion, 4), (Muon, 4))
-            for masters, size in (({}, 4), ({"master": "split"}, 2), ({"master": None, "rounding": "stochastic"}, 0))
+            for kind, moments in ((AdamW, 8), (Lion, 4), (Muon, 4), (partial(SGD, momentum=0.9), 4))
+            for masters, size in (({}, 4), ({"master": "split"}, 2), ({"master": "split24"}, 1), (BY_CHANCE, 0))
         ),
     ],
 )
@@ -88,7 +91,7 @@ def test_bytes_a_parameter(dtype: torch.dtype, arguments: dict[str, Any], wanted
 
 def test_the_table_of_the_page_is_counted() -> None:
     rows = re.findall(r"^\| (\w+) \| `(.+?)` \| ([\d.]+) \| ([\d.]+) \|$", PAGE.read_text(encoding="utf-8"), re.M)
-    assert len(rows) == 5
+    assert len(rows) == 6
     for name, arguments, wide, coded in rows:
         values = eval(f"dict({arguments})")
         dtype = {"float32": torch.float32, "bfloat16": BF16, "float16": torch.float16}[name]

@@ -52,7 +52,7 @@ def test_muon_is_torchs(arguments: dict[str, Any]) -> None:
 
 
 @pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="torch has Muon from 2.9 on")
-@pytest.mark.parametrize("master", ["float32", "split"])
+@pytest.mark.parametrize("master", ["float32", "split", "split24"])
 def test_a_master_that_torch_kept_is_not_the_weights(master: str) -> None:
     """Torch's Muon loads our state with its masters and does not step them: they would put old weights back."""
     params = made(BF16)

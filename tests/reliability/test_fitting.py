@@ -115,7 +115,7 @@ def test_odd_states_of_other_optimizers_load(tmp_path: Path, make: Callable[[Ten
         assert len(fresh.state) == 4
 
 
-@over(states=["float32", "8bit"], master=["float32", "split"])
+@over(states=["float32", "8bit"], master=["float32", "split", "split24"])
 def test_states_in_8_bits_and_masters(states: str, master: str) -> None:
     def made(model: nn.Module) -> Any:
         return preamp.optim.AdamW(model.parameters(), 1e-3, states=states, master=master)

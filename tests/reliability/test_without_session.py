@@ -57,6 +57,7 @@ MAKERS = {
     "torch": lambda p: torch.optim.AdamW(p, lr=1e-2),
     "float32": lambda p: preamp.optim.AdamW(p, lr=1e-2),
     "split": lambda p: preamp.optim.AdamW(p, lr=1e-2, master="split"),
+    "split24": lambda p: preamp.optim.AdamW(p, lr=1e-2, master="split24"),
 }
 
 

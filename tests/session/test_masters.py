@@ -240,6 +240,23 @@ def test_gradients_looked_at_now_and_then(level: str, name: str, looked_at: tupl
     assert all(torch.allclose(a, b, rtol=0, atol=1e-7) for a, b in zip(*ends, strict=True))
 
 
+@over(looks=[False, True], kind=[preamp.optim.SGD, preamp.optim.AdamW, preamp.optim.Lion])
+def test_masters_of_24_bits_move_by_less_than_their_spacing(looks: bool, kind: Any) -> None:
+    """In the mean, by a step of the kernel's and by one of the float32 masters that `unscale_` shows."""
+    model = nn.Linear(64, 64)
+    nn.init.ones_(model.weight)
+    optimizer = kind(model.parameters(), lr=2e-6, master="split24")
+    with preamp.prepare(model, optimizer, level="O5") as session:
+        for _ in range(50):
+            session.backward(model(torch.ones(1, 64)).float().sum())
+            if looks:
+                session.unscale_()
+            session.step()
+            session.zero_grad()
+        moved = 1 - session.state_dict()["masters"]["weight"].double().mean()
+    assert float(moved) == pytest.approx(50 * 2e-6, rel=0.1)
+
+
 @over(level=["O2", "O5"], library=[torch.optim, preamp.optim])
 def test_weights_swapped_for_a_reading_and_back_are_trained_on(level: str, library: Any) -> None:
     """Masters follow a parameter to other memory, and back to the memory where it was."""

@@ -71,6 +71,7 @@ KINDS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "fused": lambda params: torch.optim.AdamW(params, 0.05, eps=1e-4, fused=True),
     "preamp": lambda params: preamp.optim.AdamW(params, 0.05, eps=1e-4),
     "split": lambda params: preamp.optim.AdamW(params, 0.05, eps=1e-4, master="split"),
+    "split24": lambda params: preamp.optim.AdamW(params, 0.05, eps=1e-4, master="split24"),
 }
 
 
@@ -99,7 +100,7 @@ def test_a_loop_of_its_own_is_refused_where_masters_exist(level: str, kind: str)
     optimizer.step()  # and torch's optimizer is its user's again
 
 
-@pytest.mark.parametrize(("level", "kind"), [("O2", "preamp"), ("O5", "preamp"), ("O5", "split")])
+@pytest.mark.parametrize(("level", "kind"), [("O2", "preamp"), ("O5", "preamp"), ("O5", "split"), ("O5", "split24")])
 def test_an_optimizer_that_knows_the_masters_may_be_stepped_by_itself(level: str, kind: str) -> None:
     _, optimizer, session, loss_now = regression(level, kind)
     for _ in range(150):

@@ -21,6 +21,7 @@ OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "torch": lambda p: torch.optim.SGD(p, 0.1),
     "preamp": lambda p: preamp.optim.SGD(p, 0.1),
     "split": lambda p: preamp.optim.AdamW(p, 0.01, master="split"),
+    "split24": lambda p: preamp.optim.AdamW(p, 0.01, master="split24"),
 }
 
 
@@ -76,9 +77,9 @@ def test_what_was_written_is_in_every_way_out(level: str, kind: str, steps: int,
             torch.testing.assert_close(value.to(torch.bfloat16), want.to(torch.bfloat16), equal_nan=True)
 
 
-@over(level=["O1", "O4", *MASTER_LEVELS], kind=["torch", "preamp", "split"])
+@over(level=["O1", "O4", *MASTER_LEVELS], kind=list(OPTIMIZERS))
 def test_a_whole_model_that_is_written_once_trains_on_from_there(level: str, kind: str) -> None:
-    if kind == "split" and level == "O2":
+    if "split" in kind and level == "O2":
         pytest.skip("split masters are of bfloat16")
     model, session = trained(level, kind, 9)
     with torch.no_grad():

@@ -6,7 +6,7 @@ on) and a Triton kernel on CUDA. Steps take a `Storage`, gradients and options.
 """
 
 from .adam import adam
-from .bits import join, split
+from .bits import chances_like, join, split
 from .edit import (
     check_and_unscale_,
     clip_values_,
@@ -63,6 +63,7 @@ __all__ = [
     "blocks_in_a_row",
     "blocks_of",
     "chained",
+    "chances_like",
     "check_and_unscale_",
     "clip_values_",
     "count_writes",

@@ -6,6 +6,9 @@ weight 65537 masters, one more than 16 bits can distinguish; ties away from zero
 other 16 bits are the unchanged low half of the master. As a signed number they are the distance from the weight to the
 master, so `(weight << 16) + bits` is the master again, carries included. A weight of zero has no negative distance: a
 number a little below zero rounds to minus zero, and its distance from that is positive.
+
+Of the 16 bits the upper 8 may be kept alone (int8). A master then has 24 bits, and is within 2^-15 of what was
+computed: it is rounded by chance, so that smaller updates survive in the mean.
 """
 
 from __future__ import annotations
@@ -19,15 +22,18 @@ _NAN = 0x7FC00000
 _MASK = 0xFFFFFFFF
 
 
-def split(master: Tensor) -> tuple[Tensor, Tensor]:
-    """A float32 tensor as (bfloat16 weight, int16 bits), of its shape; `join` gives it back bit for bit.
+def split(master: Tensor, kept: torch.dtype = torch.int16, chances: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """A float32 tensor as (bfloat16 weight, bits of dtype `kept`), of its shape; `join` puts it together.
 
-    The weight is `master` rounded to nearest, ties away from zero, to infinity beyond bfloat16's range. Every NaN
-    becomes the same quiet NaN.
+    The weight is the master rounded to nearest, ties away from zero, to infinity beyond bfloat16's range. Every NaN
+    becomes the same quiet NaN. int16 bits give the master back bit for bit. With int8 ones it is first rounded to 24
+    bits: by `chances`, int64 random numbers in [0, 2**32) of its shape, or to nearest without.
     """
     number = _bits_of(master)
-    weight = ((number + 0x8000) >> 16).to(torch.int16).view(torch.bfloat16)
-    return weight, number.to(torch.int16)
+    if kept is torch.int8:
+        number = (number + (0x80 if chances is None else (chances >> 24).to(torch.int32))) & ~0xFF
+    weight, low = ((number + 0x8000) >> 16).to(torch.int16).view(torch.bfloat16), number.to(torch.int16)
+    return weight, low if kept is torch.int16 else (low >> 8).to(torch.int8)
 
 
 def join(weight: Tensor, bits: Tensor) -> Tensor:
@@ -37,7 +43,8 @@ def join(weight: Tensor, bits: Tensor) -> Tensor:
     number splits into that, and joining it would give NaN, so the result is zero.
     """
     number = weight.to(torch.float32).view(torch.int32)  # the weight in the upper half
-    return number.add_(torch.where(weight == 0, bits.clamp_min(0), bits)).view(torch.float32)
+    low = bits.to(torch.int16) << 8 if bits.dtype is torch.int8 else bits
+    return number.add_(torch.where(weight == 0, low.clamp_min(0), low)).view(torch.float32)
 
 
 def round_stochastically(values: Tensor, chances: Tensor) -> Tensor:
@@ -50,16 +57,13 @@ def round_stochastically(values: Tensor, chances: Tensor) -> Tensor:
     return (number >> 16).to(torch.int16).view(torch.bfloat16)
 
 
-def chances_like(tensor: Tensor, seed: int, step: Tensor, position: int) -> Tensor:
+def chances_like(tensor: Tensor, seed: int, step: Tensor | int, position: int) -> Tensor:
     """Random numbers in [0, 2**32), int64, of the shape and memory order of `tensor`.
 
-    They depend only on `seed` (62 bits of it are used), `step` (0-d, a whole number), the tensor's `position` in its
+    They depend only on `seed` (62 bits of it are used), `step` (a whole number), the tensor's `position` in its
     list and each element's position in memory. The kernels generate the same numbers.
     """
-    if step.device.type == "cpu":
-        count: int | Tensor = int(step)
-    else:
-        count = step.to(torch.int64)
+    count = step.to(torch.int64) if isinstance(step, Tensor) and step.device.type != "cpu" else int(step)
     key = mix((mix((seed & 0x7FFFFFFF) ^ mix(seed >> 31 & 0x7FFFFFFF)) + count) & _MASK)
     of_tensor = mix((key + position * 0x9E3779B9) & _MASK)
     places = torch.arange(tensor.numel(), device=tensor.device)

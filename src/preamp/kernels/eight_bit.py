@@ -151,7 +151,8 @@ def _step(
     adam(moved, [gradient], o)
     if split_master:
         assert beside is not None
-        gate.write([param, beside], split(wide))
+        own = _like(param, mix(chances)) if beside.dtype is torch.int8 else None
+        gate.write([param, beside], split(wide, beside.dtype, own))
     elif stochastic:
         gate.write([param], [round_stochastically(wide, _like(param, mix(chances)))])
     gate.write([first_codes, first_scales], quantize(first, torch.int8, chances >> 16))

@@ -6,16 +6,17 @@ import torch
 
 from .dispatch import Backend, Backends, dispatch
 from .foreach import by_torch_fused, descend, gate_of, gradients_of, number_of, single
+from .rounding import Kinds
 from .storage import AdagradOptions, SGDOptions, Storage, Tensors
 
 
 def sgd(storage: Storage, gradients: Tensors, o: SGDOptions) -> None:
     """One step of stochastic gradient descent, in place. States: momentum buffers, empty if `momentum` is 0.
 
-    Parameters, states and gradients are as in `adam.adam`; there is no `step`.
+    Parameters, states and gradients are as in `adam.adam`. `step` is needed for random numbers, and else may be None.
     """
     if storage.params:
-        dispatch(storage, gradients, o, _SGD)
+        _SGD.dispatch(storage, gradients, o)
 
 
 def adagrad(storage: Storage, gradients: Tensors, o: AdagradOptions) -> None:
@@ -49,6 +50,8 @@ def _sgd(storage: Storage, gradients: Tensors, o: SGDOptions) -> None:
         gate.commit((storage.states[0], b))
     descend(p, d, single(number_of(o.lr, params[0].device)))
     gate.commit((params, p))
+    gate.count(storage.step)
+    gate.settle(storage.step)
     gate.publish(storage)
 
 
@@ -76,8 +79,8 @@ def _adagrad(storage: Storage, gradients: Tensors, o: AdagradOptions) -> None:
 
 def _sgd_torch_fused(storage: Storage, gradients: Tensors, o: SGDOptions) -> None:
     by_torch_fused(
-        storage, gradients, o, torch._fused_sgd_, lists=1, momentum=o.momentum, dampening=o.dampening,
-        nesterov=o.nesterov, is_first_step=o.first and o.momentum != 0,
+        storage, gradients, o, torch._fused_sgd_, lists=1, takes_step=False, momentum=o.momentum,
+        dampening=o.dampening, nesterov=o.nesterov, is_first_step=o.first and o.momentum != 0,
     )  # fmt: skip
 
 
@@ -97,5 +100,5 @@ def _adagrad_kernel() -> Backend:
     return elementwise.adagrad
 
 
-_SGD = Backends(_sgd, _sgd_kernel, ("_fused_sgd_", _sgd_torch_fused))
+_SGD = Kinds(Backends(_sgd, _sgd_kernel, ("_fused_sgd_", _sgd_torch_fused)))
 _ADAGRAD = Backends(_adagrad, _adagrad_kernel, ("_fused_adagrad_", _adagrad_torch_fused))

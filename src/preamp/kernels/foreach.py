@@ -182,11 +182,12 @@ def true_gradients(params: Tensors, gradients: Tensors, factor: Tensor | None) -
 
 
 def by_torch_fused(
-    storage: Storage, gradients: Tensors, o: Options, operator: Any, *, lists: int, **settings: Any
-) -> None:
+    storage: Storage, gradients: Tensors, o: Options, operator: Any, *, lists: int, takes_step: bool = True,
+    **settings: Any,
+) -> None:  # fmt: skip
     """One step by torch's fused operator, which gets the flag if that is not on the host.
 
-    `lists`: the number of lists of states that the operator takes.
+    `lists`: the number of lists of states that the operator takes. `takes_step`: whether it takes step counts.
     """
     gate = gate_of(storage.params[0].device, o.found)
     if gate is None:
@@ -195,7 +196,7 @@ def by_torch_fused(
     for part, own in slices(storage, gradients):
         ready, scale = true_gradients(part.params, own, o.factor)
         states = [*map(list, part.states), *([] for _ in range(lists - len(part.states)))]
-        counts = [] if part.step is None else [[part.step] * len(ready)]  # read only, so all may be one tensor
+        counts = [[part.step] * len(ready)] if takes_step else []  # read only, so all may be one tensor
         operator(
             list(part.params), ready, *states, *counts, lr=o.lr, weight_decay=o.weight_decay,
             maximize=o.maximize, grad_scale=scale, found_inf=gate.flag, **settings,

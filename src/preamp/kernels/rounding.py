@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 import torch
+from torch import Tensor
 
 from .bits import chances_like, join, round_stochastically, split
 from .dispatch import Backends, dispatch
@@ -42,8 +43,12 @@ class Kinds:
         if gate is None:
             return
         masters = [join(weight, bits) for weight, bits in zip(storage.params, storage.bits, strict=True)]
+        chances: list[Tensor | None] = [None] * len(masters)
+        if storage.bits[0].dtype is torch.int8:
+            assert storage.step is not None
+            chances = [chances_like(each, o.seed, storage.step + 1, i) for i, each in enumerate(masters)]
         dispatch(Storage(masters, storage.states, storage.step), gradients, o, self.plain)
-        halves = [split(master) for master in masters]
+        halves = [split(each, storage.bits[0].dtype, own) for each, own in zip(masters, chances, strict=True)]
         gate.write(storage.params, [weight for weight, _ in halves])
         gate.write(storage.bits, [bits for _, bits in halves])
 

@@ -48,7 +48,7 @@ class Storage:
     copies: Tensors | None = None
     """16-bit tensors of one dtype that get the new parameters, rounded to nearest even."""
     bits: Tensors | None = None
-    """int16: the lower halves of float32 masters of which bfloat16 `params` are the upper ones (`bits.split`)."""
+    """What `bits.split` keeps of masters beside bfloat16 `params`: int16, or int8, which is rounded by chance."""
     contiguous: bool = False
     """Whether parameters, states and copies are known to be contiguous, so that no check is needed."""
     chosen: tuple[Any, torch.dtype, Any] | None = None
@@ -139,7 +139,7 @@ class MuonOptions(RoundedOptions):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class SGDOptions(Options):
+class SGDOptions(RoundedOptions):
     """Gradient descent with momentum; `torch.optim.SGD` defines what the numbers mean."""
 
     momentum: float = 0.0

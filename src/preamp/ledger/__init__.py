@@ -8,11 +8,12 @@ from .gradients import Gradients
 from .leaves import clear_gradients, gradients_of, parameters_in, parameters_of
 from .masters import Masters
 from .no_masters import NoMasters
-from .split import SplitMasters
+from .split import KEPT, SplitMasters, joined, split_like
 from .state import Steps, state_like_parameters
 from .swap import rebuild_reducers, set_data, wrappers_of
 
 __all__ = [
+    "KEPT",
     "Bucket",
     "Buckets",
     "Collected",
@@ -23,10 +24,12 @@ __all__ = [
     "Steps",
     "clear_gradients",
     "gradients_of",
+    "joined",
     "parameters_in",
     "parameters_of",
     "rebuild_reducers",
     "set_data",
+    "split_like",
     "state_like_parameters",
     "wrappers_of",
 ]

@@ -57,7 +57,7 @@ class Leaf:
 
     name: str
     stored: Tensor
-    """In the parameter's shape: its float32 master, which takes its place while swapped in; or the low bits, int16."""
+    """In the parameter's shape: its float32 master, which takes its place while swapped in, or the low bits of one."""
     low: Tensor
     """The 16-bit data that the model computes with."""
     number: int

@@ -35,7 +35,9 @@ class Masters:
     wanted = True
     """Whether a low parameter that is added later should get a master too."""
     split = False
-    """Whether masters are split: the parameter, and its 16 low bits, instead of a float32 copy."""
+    """Whether masters are split: the parameter, and low bits beside it, instead of a float32 copy."""
+    step = 0
+    """The number of the session's step, for random numbers."""
 
     def __init__(self) -> None:
         self._leaves: dict[Parameter, Leaf] = {}
@@ -240,7 +242,7 @@ class Masters:
         storage.params, storage.copies = stored, parameters
 
     def stored(self, parameter: Parameter) -> Tensor:
-        """What is stored for a parameter: its float32 master, or that master's low bits, int16."""
+        """What is stored for a parameter: its float32 master, or that master's low bits."""
         return self._leaves[parameter].stored
 
     def held(self, parameter: Parameter) -> Iterator[tuple[str, Tensor]]:

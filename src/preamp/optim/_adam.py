@@ -23,7 +23,7 @@ class Adam(RoundedOptimizer):
 
     `foreach`, `capturable` and `fused` are accepted for compatibility: every step is fused and may be captured.
     `master`: "float32" keeps masters of 16-bit parameters; "split", for bfloat16 ones, keeps the same numbers in 2
-    bytes a parameter less; None steps them in their own dtype, and then `rounding="stochastic"` rounds bfloat16
+    bytes a parameter less, and "split24" 24 bits of them in 3 less, rounded by chance; None steps them in their own dtype, and then `rounding="stochastic"` rounds bfloat16
     stochastically, so that small updates are not lost (reproducible by `seed`; states are float32). `states`: "8bit"
     keeps both moments of a parameter of 4096 elements or more in 8 bits (`preamp.kernels.adam_8bit`), not with
     `amsgrad`; of DTensors only those whose rows are whole blocks of 256, so that any number of ranks can resume.

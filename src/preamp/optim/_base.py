@@ -45,8 +45,9 @@ class FusedOptimizer(Loading):
     """A `torch.optim.Optimizer` that steps all its parameters in one pass, under a flag that stays on the device.
 
     16-bit parameters get float32 masters and float32 states (`master="float32"`), kept in its state under "master"
-    unless a session lends its masters; bfloat16 ones may have split masters (`"split"`): only the bits that the weight
-    lacks are kept, under "master_bits". With `master=None` they are stepped in their own dtype, as torch would.
+    unless a session lends its masters. bfloat16 ones may have split masters: only the 16 bits that the weight lacks are
+    kept (`"split"`), or 8 of them (`"split24"`), under "master_bits". With `master=None` they are stepped in their own
+    dtype, as torch would.
     Before a step, `found_inf` (0-d float32, above 0: skip) and `grad_scale` (gradients are divided by it) may be set as
     attributes: the protocol of torch.amp.GradScaler.
     """
@@ -61,7 +62,8 @@ class FusedOptimizer(Loading):
         if master not in self.master_kinds:
             raise OptimizerError(
                 f"{type(self).__name__} with master={master!r}: write {' or '.join(map(repr, self.master_kinds))}. "
-                "'float32' keeps masters of 16-bit parameters, 'split' the same in less memory, None keeps none"
+                "'float32' keeps masters of 16-bit parameters, 'split' the same in less memory, 'split24' 24 bits of "
+                "them, None keeps none"
             )
         self.master = master
         self._prepare()

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from ..errors import OptimizerError, kind_of
 from ..formats import LOW_DTYPES
-from ..ledger import Buckets, Masters, SplitMasters
+from ..ledger import KEPT, Buckets, Masters, SplitMasters, joined, split_like
 from ..sharding import held_here
 from ._eight_bit import NAMES, as_float32, is_8bit
 from ._from_apex import check_form, completed
@@ -26,6 +26,8 @@ _FLAGS = frozenset({
     "amsgrad", "maximize", "capturable", "decoupled_weight_decay", "nesterov", "bias_correction", "grad_averaging",
     "adam_w_mode", "use_nvlamb", "reg_inside_moment", "init_zero",
 })  # fmt: skip
+_MASTERS = {"master": {torch.float32}, "master_bits": set(KEPT.values())}
+"""States in which masters are kept, and their dtypes."""
 _INFINITE = float("inf")
 
 
@@ -54,7 +56,7 @@ class Loading(Optimizer):
         """Start without buckets, and with masters of its own."""
 
     def _own_masters(self) -> Masters:
-        return SplitMasters() if self.master == "split" else Masters()
+        return SplitMasters(KEPT[self.master]) if self.master in KEPT else Masters()
 
     def is_mastered(self, param: Parameter) -> bool:
         """Whether a parameter is 16-bit and stepped through a float32 master."""
@@ -62,7 +64,7 @@ class Loading(Optimizer):
 
     @property
     def _master_key(self) -> str:
-        return "master_bits" if self.master == "split" else "master"
+        return "master_bits" if self.master in KEPT else "master"
 
     def state_dtype(self, name: str, param: Parameter) -> torch.dtype:
         """The dtype of a state: float32 where there is a master, else the parameter's."""
@@ -133,7 +135,7 @@ class Loading(Optimizer):
         for own, group in zip(self.param_groups, state_dict["param_groups"], strict=False):
             self.check_options({**group, "params": own["params"]})
             needed.update(dict.fromkeys(group["params"], self.state_names(group)))
-        names = (*self.kept, "master", "master_bits")
+        names = (*self.kept, *_MASTERS)
         for param, number in self._saved(state_dict):
             saved = state_dict["state"].get(number, {})
             coded = is_8bit(saved)
@@ -170,31 +172,37 @@ class Loading(Optimizer):
         """
         state_dict = self._completed(state_dict)
         self._check_states(state_dict)
-        low, key = self._low_params(), self._master_key
-        wanted = torch.int16 if key == "master_bits" else torch.float32
-        with_stale_masters = {  # torch's optimizers keep a master in the parameter's dtype, and do not step it
-            param
-            for param, number in self._saved(state_dict)
-            if (kept := state_dict["state"].get(number, {}).get(key)) is not None and kept.dtype != wanted
-        }
+        low = self._low_params()
         super().load_state_dict(self._kept(state_dict, low))
         self._masters = self._masters if self._lent else self._own_masters()
-        with torch.no_grad():
-            for param in low if self.master is not None and not self._lent else ():
-                master = self.state.get(param, {}).get(self._master_key)
-                if (
-                    param in with_stale_masters
-                ):  # its master is as old as that optimizer, and the weight was stepped since
-                    self.state[param].pop(self._master_key, None)
-                elif master is not None and self.master == "float32":
-                    param.copy_(master)
-            for group in self.param_groups:
-                for param in group["params"]:
-                    if param in self.state:
-                        for name in ("master", "master_bits"):  # one that no step follows would be saved, and loaded
-                            if self._lent or self.master is None or name != key:
-                                self.state[param].pop(name, None)
-                        self._mend(param, self.state[param])
+        saved = {param: state_dict["state"].get(number, {}) for param, number in self._saved(state_dict)}
+        for group in self.param_groups:
+            for param in group["params"]:
+                state = self.state.get(param)
+                if state is not None:
+                    masters = {name: state.pop(name, None) for name in _MASTERS}
+                    if param in low and self.master is not None and not self._lent:
+                        # torch's optimizers keep one in the parameter's dtype, and step the weight without it
+                        good = {n for n in _MASTERS if getattr(saved[param].get(n), "dtype", None) in _MASTERS[n]}
+                        self._take_master(param, state, *(masters[n] if n in good else None for n in _MASTERS))
+                    self._mend(param, state)
+
+    @torch.no_grad()
+    def _take_master(self, param: Parameter, state: dict[str, Any], master: Tensor | None, bits: Tensor | None) -> None:
+        """Keep a loaded master, float32 or the bits beside the weight, in the form that this optimizer steps."""
+        kept = KEPT.get(str(self.master))
+        if bits is not None and bits.dtype is kept:
+            state["master_bits"] = bits  # beside a weight that may be loaded later
+            return
+        wide = joined(param, bits) if master is None and bits is not None else master
+        if wide is None:
+            return
+        if kept is None:
+            state["master"] = wide
+            param.copy_(wide)
+        else:
+            weight, state["master_bits"] = split_like(wide, kept)
+            param.copy_(weight)
 
     def _low_params(self) -> set[Parameter]:
         params = (p for group in self.param_groups for p in group["params"] if p.dtype in LOW_DTYPES)

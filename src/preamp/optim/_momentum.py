@@ -11,18 +11,13 @@ from ..kernels import LionOptions, MuonOptions, lion, muon
 from ..ledger import Bucket
 from ..sharding import Parted
 from ._loading import check_number, check_several
-from ._rounded import RoundedOptimizer
+from ._rounded import CountsForChance
 
 
-class _OneMoment(RoundedOptimizer):
-    """An optimizer with one moment, which counts steps only for the random numbers of stochastic rounding."""
+class _OneMoment(CountsForChance):
+    """An optimizer with one moment."""
 
     moment: str
-
-    @property
-    def counts_steps(self) -> bool:  # type: ignore[override]
-        """Whether steps are counted."""
-        return self.rounding == "stochastic"
 
     def state_names(self, group: dict[str, Any]) -> tuple[str, ...]:
         """Name the state: the moment."""

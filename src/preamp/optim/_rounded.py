@@ -15,12 +15,12 @@ from ._loading import check_number
 
 
 class RoundedOptimizer(FusedOptimizer):
-    """A `FusedOptimizer` with `master="split"`, or with `rounding="stochastic"` and no masters.
+    """A `FusedOptimizer` with split masters, or with `rounding="stochastic"` and no masters.
 
     Raises `OptimizerError`, a ValueError, for a rounding that it does not know, or that masters make pointless.
     """
 
-    master_kinds: tuple[str | None, ...] = ("float32", "split", None)
+    master_kinds: tuple[str | None, ...] = ("float32", "split", "split24", None)
 
     def __init__(self, params: Any, defaults: dict[str, Any], master: str | None, rounding: str, seed: int) -> None:
         if rounding not in ("nearest", "stochastic") or (rounding == "stochastic" and master is not None):
@@ -47,3 +47,12 @@ class RoundedOptimizer(FusedOptimizer):
 
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "rounding": self.rounding, "seed": self.seed}
+
+
+class CountsForChance(RoundedOptimizer):
+    """An optimizer that counts steps for random numbers only."""
+
+    @property
+    def counts_steps(self) -> bool:  # type: ignore[override]
+        """Whether steps are counted."""
+        return self.rounding == "stochastic" or self.master == "split24"

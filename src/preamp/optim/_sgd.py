@@ -13,18 +13,18 @@ from ..kernels import AdagradOptions, SGDOptions, adagrad, sgd
 from ..ledger import Bucket
 from ._base import FusedOptimizer, refuse_differentiable
 from ._loading import check_number
+from ._rounded import CountsForChance
 
 
-class SGD(FusedOptimizer):
+class SGD(CountsForChance):
     """Gradient descent with the arguments, groups and state_dict of `torch.optim.SGD`: momentum, dampening, Nesterov.
 
-    `foreach` and `fused` are taken for compatibility. `master`: "float32" keeps masters of 16-bit parameters, None
-    steps them in their own dtype. Raises `OptimizerError`, a ValueError, for hyper-parameters out of range.
+    `foreach` and `fused` are taken for compatibility. `master`, `rounding`, `seed`: as in `Adam`. Raises
+    `OptimizerError`, a ValueError, for hyper-parameters out of range.
     """
 
     kept = ("momentum_buffer",)
     options = SGDOptions
-    counts_steps = False
 
     def __init__(
         self,
@@ -40,13 +40,15 @@ class SGD(FusedOptimizer):
         differentiable: bool = False,
         fused: bool | None = None,
         master: str | None = "float32",
+        rounding: str = "nearest",
+        seed: int = 0,
     ) -> None:
         refuse_differentiable(differentiable)
         defaults = {
             "lr": lr, "momentum": momentum, "dampening": dampening, "weight_decay": weight_decay,
             "nesterov": nesterov, "maximize": maximize,
         }  # fmt: skip
-        super().__init__(params, defaults, master)
+        super().__init__(params, defaults, master, rounding, seed)
 
     def check_options(self, group: dict[str, Any]) -> None:
         """Check the options of a group: Nesterov's form needs momentum, and no dampening."""

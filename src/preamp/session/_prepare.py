@@ -18,6 +18,7 @@ from ..errors import PolicyError, PreampWarning, SessionError, kind_of
 from ..formats import LOW_DTYPES, name_of
 from ..frameworks import unwrap
 from ..ledger import (
+    KEPT,
     Masters,
     NoMasters,
     SplitMasters,
@@ -149,14 +150,14 @@ def masters_for(policy: Policy, optimizers: Iterable[Optimizer]) -> Masters:
             "would take its place: write policy='O5,masters=no', or leave the rounding out"
         )
     wanted = {getattr(optimizer, "master", "float32") or "float32" for optimizer in optimizers}
-    if wanted == {"split"} and policy.params is torch.bfloat16:
-        return SplitMasters()
-    if "split" in wanted:
+    if wanted <= {"float32"}:
+        return Masters()
+    if len(wanted) > 1 or policy.params is not torch.bfloat16:
         raise PolicyError(
-            f"an optimizer has master='split', which needs every optimizer of the session to have it, and bfloat16 "
-            f"parameters (these are {name_of(policy.params)}): use level='O5', or master='float32'"
+            f"an optimizer has master={max(wanted)!r}, which needs every optimizer of the session to have it, and "
+            f"bfloat16 parameters (these are {name_of(policy.params)}): use level='O5', or master='float32'"
         )
-    return Masters()
+    return SplitMasters(KEPT[wanted.pop()], next(getattr(optimizer, "seed", 0) for optimizer in optimizers))
 
 
 def _choose_policy(

@@ -295,6 +295,7 @@ class Session:
         chosen = selected(self._optimizers, optimizer)
         ran = self._order.check_step(chosen, self._attempts)
         scale = self._losses[ran[0]].current(self._gradients.device)
+        self._masters.step = self._attempts
         # of several not: a hook around the step of one may change the gradients of another after they were copied
         readings = [self._read(each, steps_next=len(chosen) == 1) for each in chosen]
         norm = self._gradients.norm_of_all(chosen)

@@ -15,14 +15,17 @@ from ..storage import AdamOptions, Storage, Tensors
 from .elementwise import (
     PLAIN,
     SPLIT,
+    SPLIT24,
     STOCHASTIC,
     adam_constants,
     adam_numbers,
     chances,
     decay_of,
     joined,
+    kind_of,
     one_nan,
     publish_at,
+    rounded_to_24,
 )
 from .launch import (
     FACTOR,
@@ -43,7 +46,7 @@ from .launch import (
     wrote,
 )
 
-NEAREST = tl.constexpr(3)  # 16-bit weights without masters, rounded to nearest even
+NEAREST = tl.constexpr(4)  # 16-bit weights without masters, rounded to nearest even
 BLOCK = tl.constexpr(256)
 FIRST_ONE = tl.constexpr(15)  # exponents of 1 in codes of the two moments
 SECOND_ONE = tl.constexpr(30)
@@ -62,12 +65,9 @@ LIMIT = {} if torch.version.hip else {"maxnreg": REGISTERS}
 def adam_8bit_step(storage: Storage, gradients: Tensors, o: AdamOptions) -> None:
     """States: codes of moments 1 and 2, then their scales."""
     param = storage.params[0]
-    if storage.bits:
-        kind = SPLIT
-    elif param.dtype is torch.float32:
-        kind = PLAIN
-    else:
-        kind = STOCHASTIC if o.stochastic_rounding and param.dtype is torch.bfloat16 else NEAREST
+    kind = kind_of(storage)
+    if kind is STOCHASTIC and not (o.stochastic_rounding and param.dtype is torch.bfloat16):
+        kind = NEAREST
     with on(param.device):
         scalars = adam_numbers(storage, o, o.seed)
         for each, part in parts(storage, gradients):
@@ -110,7 +110,8 @@ def adam_8bit_chunk(
 ):  # fmt: skip
     """Step one chunk. Rows: parameters, gradients, codes 1 and 2, scales 1 and 2, copies or low bits if any."""
     f32: tl.constexpr = tl.float32
-    LAST: tl.constexpr = 6 if (KIND != SPLIT and (LOW is None or KIND == NEAREST)) else 7  # the tensor's position
+    ALONE: tl.constexpr = LOW is None if KIND == PLAIN else (KIND != SPLIT and KIND != SPLIT24)
+    LAST: tl.constexpr = 6 if ALONE else 7  # the tensor's position
     grad_at = start + address(table, 1, tensors, tensor, GRAD, ALIGNED)
     if KIND == PLAIN:
         param_at = start + address(table, 0, tensors, tensor, f32, ALIGNED)
@@ -122,6 +123,8 @@ def adam_8bit_chunk(
         param_at = start + address(table, 0, tensors, tensor, tl.int16, ALIGNED)
         if KIND == SPLIT:
             bits_at = start + address(table, 6, tensors, tensor, tl.int16, ALIGNED)
+        if KIND == SPLIT24:
+            bits_at = start + address(table, 6, tensors, tensor, tl.int8, ALIGNED)
     first_at = start + address(table, 2, tensors, tensor, tl.int8, ALIGNED)
     second_at = start + address(table, 3, tensors, tensor, tl.uint8, ALIGNED)
     first_scale_at = start // BLOCK + address(table, 4, tensors, tensor, f32, ALIGNED)
@@ -148,6 +151,8 @@ def adam_8bit_chunk(
             bits = take(param_at, places, left, FULL).to(tl.int32) << 16
             if KIND == SPLIT:
                 bits = joined(bits, take(bits_at, places, left, FULL).to(tl.int32))
+            if KIND == SPLIT24:
+                bits = joined(bits, take(bits_at, places, left, FULL).to(tl.int32) << 8)
             param = bits.to(f32, bitcast=True)
         first_code = take(first_at, places, left, FULL).to(tl.int32)
         second_code = take(second_at, places, left, FULL).to(tl.int32)
@@ -175,6 +180,10 @@ def adam_8bit_chunk(
         if KIND == SPLIT:
             bits = one_nan(param.to(tl.int32, bitcast=True))
             put(bits_at, places, bits.to(tl.int16), left, FULL)
+            put(param_at, places, (bits + 0x8000 >> 16).to(tl.int16), left, FULL)
+        if KIND == SPLIT24:
+            bits = rounded_to_24(one_nan(param.to(tl.int32, bitcast=True)), mix(chance))
+            put(bits_at, places, (bits << 16 >> 24).to(tl.int8), left, FULL)
             put(param_at, places, (bits + 0x8000 >> 16).to(tl.int16), left, FULL)
         if KIND == STOCHASTIC:
             bits = one_nan(param.to(tl.int32, bitcast=True)) + (mix(chance) >> 16).to(tl.int32)

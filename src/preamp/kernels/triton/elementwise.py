@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..storage import AdagradOptions, AdamOptions, Options, SGDOptions, Storage, Tensors
+from ..storage import AdagradOptions, AdamOptions, Options, RoundedOptions, SGDOptions, Storage, Tensors
 from .launch import (
     FACTOR,
     GO,
@@ -31,13 +31,16 @@ from .launch import (
 PLAIN = tl.constexpr(0)  # float32 parameters
 SPLIT = tl.constexpr(1)  # bfloat16 weights and the 16 bits that make them float32
 STOCHASTIC = tl.constexpr(2)  # bfloat16 weights, rounded stochastically
+SPLIT24 = tl.constexpr(3)  # bfloat16 weights and 8 bits more, rounded by chance
+DRAWS = (STOCHASTIC, SPLIT24)
+"""The kinds whose steps need random numbers."""
 
 
 def adam(storage: Storage, gradients: Tensors, o: AdamOptions) -> None:
     """Adam on float32 parameters, on split ones, or on bfloat16 ones with stochastic rounding."""
     kind = kind_of(storage)
     with on(storage.params[0].device):
-        scalars = adam_numbers(storage, o, o.seed if kind is STOCHASTIC else None)
+        scalars = adam_numbers(storage, o, o.seed if kind in DRAWS else None)
         for each, part in parts(storage, gradients):
             launch(
                 adam_kernel, part, (scalars,), adam_constants(o), GRAD=type_of(each.grad), LOW=type_of(each.copy),
@@ -48,7 +51,9 @@ def adam(storage: Storage, gradients: Tensors, o: AdamOptions) -> None:
 
 def kind_of(storage: Storage) -> tl.constexpr:
     """The kernels' code for the kind of parameters."""
-    return SPLIT if storage.bits else PLAIN if storage.params[0].dtype is torch.float32 else STOCHASTIC
+    if storage.bits:
+        return SPLIT if storage.bits[0].dtype is torch.int16 else SPLIT24
+    return PLAIN if storage.params[0].dtype is torch.float32 else STOCHASTIC
 
 
 def adam_numbers(storage: Storage, o: AdamOptions, seed: int | None) -> Tensor:
@@ -87,13 +92,14 @@ def _simple(
     rule: int, storage: Storage, gradients: Tensors, o: Options, numbers: tuple[float, ...], *, nesterov: bool = False,
     slowing: float = 0.0,
 ) -> None:  # fmt: skip
-    device = storage.params[0].device
+    device, kind = storage.params[0].device, kind_of(storage)
     with on(device):
-        scalars = prepare(device, o, storage.step, slowing=slowing)
+        seed = o.seed if isinstance(o, RoundedOptions) and kind in DRAWS else None
+        scalars = prepare(device, o, storage.step, slowing=slowing, seed=seed)
         for each, part in parts(storage, gradients, shaped=1 if rule else 0):
             launch(
                 simple_kernel, part, (scalars,), tuple(map(float, numbers)), GRAD=type_of(each.grad),
-                LOW=type_of(each.copy), RULE=rule, NESTEROV=nesterov,
+                LOW=type_of(each.copy), KIND=int(kind.value), RULE=rule, NESTEROV=nesterov,
             )  # fmt: skip
     wrote(storage)
 
@@ -116,6 +122,12 @@ def joined(high, low):
 def one_nan(bits):
     """Replace every NaN by one that stays NaN without its low half."""
     return tl.where((bits & 0x7FFFFFFF) > 0x7F800000, 0x7FC00000, bits)
+
+
+@triton.jit
+def rounded_to_24(bits, chance):
+    """The bits of a float32 number without the last 8, rounded by chance (32 bits of it)."""
+    return bits + (chance >> 24).to(tl.int32) & -256
 
 
 @triton.jit
@@ -151,6 +163,9 @@ def take_param(table, row, tensors, tensor, places, size, KIND: tl.constexpr, FU
         if KIND == SPLIT:
             bits_at = address(table, row, tensors, tensor, tl.int16, ALIGNED)
             bits = joined(bits, take(bits_at, places, size, FULL).to(tl.int32))
+        if KIND == SPLIT24:
+            bits_at = address(table, row, tensors, tensor, tl.int8, ALIGNED)
+            bits = joined(bits, take(bits_at, places, size, FULL).to(tl.int32) << 8)
         param = bits.to(tl.float32, bitcast=True)
     return param, param_at, bits_at
 
@@ -172,8 +187,14 @@ def put_param(scalars, table, row, tensors, tensor, param, param_at, bits_at, pl
             bits = bits + 0x8000
         else:
             key = tl.load(scalars + KEY).to(tl.uint32, bitcast=True)
-            chance = chances(key, tl.load(table + row * tensors + tensor), places)
-            bits = bits + (chance >> 16).to(tl.int32)
+            spot = row if KIND == STOCHASTIC else row + 1  # after the low bits
+            chance = chances(key, tl.load(table + spot * tensors + tensor), places)
+            if KIND == SPLIT24:
+                bits = rounded_to_24(bits, chance)
+                put(bits_at, places, (bits << 16 >> 24).to(tl.int8), size, FULL)
+                bits = bits + 0x8000
+            else:
+                bits = bits + (chance >> 16).to(tl.int32)
         put(param_at, places, (bits >> 16).to(tl.int16), size, FULL)
 
 
@@ -235,14 +256,14 @@ def adam_kernel(
 @triton.jit
 def simple_chunk(
     scalars, table, tensors, tensor, start, size, decay, momentum, blend, eps,
-    GRAD: tl.constexpr, LOW: tl.constexpr, RULE: tl.constexpr, NESTEROV: tl.constexpr, FULL: tl.constexpr,
-    ALIGNED: tl.constexpr, CHUNK: tl.constexpr,
+    GRAD: tl.constexpr, LOW: tl.constexpr, KIND: tl.constexpr, RULE: tl.constexpr, NESTEROV: tl.constexpr,
+    FULL: tl.constexpr, ALIGNED: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """Step one chunk. Rows: parameters, gradients, the state if there is one, copies if any."""
+    """Step one chunk. Rows: parameters, gradients, the state if there is one, copies or low bits if any."""
     places = start + tl.arange(0, CHUNK)
     f32: tl.constexpr = tl.float32
-    param_at = address(table, 0, tensors, tensor, f32, ALIGNED)
-    param = take(param_at, places, size, FULL)
+    extra: tl.constexpr = 2 if RULE == 0 else 3
+    param, param_at, bits_at = take_param(table, extra, tensors, tensor, places, size, KIND, FULL, ALIGNED)
     grad = take(address(table, 1, tensors, tensor, GRAD, ALIGNED), places, size, FULL).to(f32)
     grad = grad * tl.load(scalars + FACTOR)
     if decay != 0:
@@ -262,9 +283,7 @@ def simple_chunk(
         else:
             grad = grad + momentum * state if NESTEROV else state
     param = param - tl.load(scalars + RATE) * grad
-    if LOW is not None:
-        publish(table, 2 if RULE == 0 else 3, tensors, tensor, places, param, size, LOW, FULL, ALIGNED)
-    put(param_at, places, param, size, FULL)
+    put_param(scalars, table, extra, tensors, tensor, param, param_at, bits_at, places, size, LOW, KIND, FULL, ALIGNED)
     if RULE != 0:
         put(state_at, places, state, size, FULL)
 
@@ -272,7 +291,7 @@ def simple_chunk(
 @triton.jit(do_not_specialize=["tensors"])
 def simple_kernel(
     scalars, tensor_of, block_of, sizes, table, tensors, decay, momentum, blend, eps,
-    GRAD: tl.constexpr, LOW: tl.constexpr, RULE: tl.constexpr, NESTEROV: tl.constexpr,
+    GRAD: tl.constexpr, LOW: tl.constexpr, KIND: tl.constexpr, RULE: tl.constexpr, NESTEROV: tl.constexpr,
     ALIGNED: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
     """Gradient descent without momentum (`RULE` 0), with it at the first step (1) and later (2); Adagrad (3)."""
@@ -282,5 +301,5 @@ def simple_kernel(
             if (start + CHUNK <= size) == (whole == 1):
                 simple_chunk(
                     scalars, table, tensors, tensor, start, size, decay, momentum, blend, eps,
-                    GRAD, LOW, RULE, NESTEROV, whole == 1, ALIGNED, CHUNK,
+                    GRAD, LOW, KIND, RULE, NESTEROV, whole == 1, ALIGNED, CHUNK,
                 )  # fmt: skip
