@@ -29,13 +29,14 @@ from .docs_results import (
     doctor_versus,
     option_losses,
     option_times,
+    seeds,
     sessions,
     shadowed_step,
     shadowed_step_native,
     step,
 )
 from .docs_simulation import host_time, simulated_kernels, simulated_steps
-from .docs_site import commands, figures
+from .docs_site import commands, figures, figures_listed
 
 DOCUMENTS = (
     "README.md",
@@ -45,6 +46,7 @@ DOCUMENTS = (
     "docs/get-started.md",
     "docs/index.md",
     "docs/levels.md",
+    "docs/measured.md",
     "docs/optimizers.md",
     "docs/reference/cli.md",
     "docs/rules.md",
@@ -62,6 +64,19 @@ def levels(root: Path) -> str:
         scale = "dynamic" if fields["scale"] == "dynamic" else "1"
         rows.append((level.name, f"`{level.alias}`", *told, scale, level.summary))
     return Table("", columns, rows).to_markdown()
+
+
+def which_level(root: Path) -> str:
+    """Which level to begin with, the same on every page that says it."""
+    rows = (
+        ("come from torch.amp, or begin", "`O4`; `O1` where there is only float16",
+         "nothing you must know: weights, checkpoints, averages and evaluation stay float32"),
+        ("need memory", "`O5`; `O2` where there is only float16",
+         "weights have 16 bits and the optimizer steps float32 masters: save, average and evaluate inside "
+         "`session.full_precision()`"),
+        ("do not care", "`auto`", "it takes O4, O1 or O0 by the device; `repr(session)` and the log say which and why"),
+    )  # fmt: skip
+    return Table("", ("you", "take", "what changes"), rows).to_markdown()
 
 
 def formats(root: Path) -> str:
@@ -95,6 +110,7 @@ GENERATORS: dict[str, Callable[[Path], str]] = {
     "shadowed_step": shadowed_step,
     "shadowed_step_native": shadowed_step_native,
     "figures": figures,
+    "figures_listed": figures_listed,
     "formats": formats,
     "host_time": host_time,
     "levels": levels,
@@ -102,10 +118,12 @@ GENERATORS: dict[str, Callable[[Path], str]] = {
     "option_losses": option_losses,
     "option_times": option_times,
     "rules": rules,
+    "seeds": seeds,
     "sessions": sessions,
     "simulated_kernels": simulated_kernels,
     "simulated_steps": simulated_steps,
     "step": step,
+    "which_level": which_level,
 }
 
 _PART = re.compile(r"(<!-- begin: (\w+) -->\n).*?(<!-- end: \2 -->)", re.DOTALL)

@@ -37,7 +37,7 @@ def committed(theme: str, how: str) -> Callable[[_Maker], _Generator]:
             if path is None:
                 return f"(no results committed yet: `{how}` makes them)"
             table, text = make(json.loads(path.read_text(encoding="utf-8")))
-            return f"{table.to_markdown()}\n\n{text}: `{path.relative_to(root).as_posix()}`."
+            return f"{table.to_markdown()}\n\n{text}: `{path.relative_to(root).as_posix()}`, made by `{how}`."
 
         return generator
 
@@ -57,7 +57,7 @@ def demo(results: dict[str, Any]) -> tuple[Table, str]:
     seeds = len(results["plan"]["seeds"])
     within, judged = sum(j["within"] for j in results["judgements"]), len(results["judgements"])
     text = (
-        f"`./dev demo`, size {results['plan']['size']}, {seeds} seeds a level: **{within} of {judged} 16-bit results "
+        f"Size {results['plan']['size']}, {seeds} seeds a level: **{within} of {judged} 16-bit results "
         f"(mean over seeds) are not below the worst of the {seeds} float32 seeds.** "
         f"{machine.get('gpu', machine['cpu'])}, {machine['threads']} threads, torch {machine['torch']}, Python "
         f"{machine['python']}, preamp at {machine['commit']}; {results['seconds']:.0f} s in all. All samples"
@@ -81,6 +81,23 @@ def _demo_rows(results: dict[str, Any], task: str) -> list[tuple[Any, ...]]:
             sum(len(run["skipped"]) for run in own),
         ))  # fmt: skip
     return rows
+
+
+@committed("seeds", "preamp demo -m seresnext --seeds 9")
+def seeds(results: dict[str, Any]) -> tuple[Table, str]:
+    """How far apart seeds of one network are, level by level."""
+    (metric,) = {judgement["metric"] for judgement in results["judgements"]}
+    rows = []
+    for level in results["plan"]["levels"]:
+        own = [run["quality"] for run in results["runs"] if run["level"] == level and run["complete"]]
+        rows.append((level, statistics.fmean(own), min(own), max(own), len(own)))
+    columns = (
+        "level", Column(f"mean {metric}", digits=4), Column("smallest", digits=4), Column("largest", digits=4),
+        Column("seeds", digits=0),
+    )  # fmt: skip
+    machine = results["environment"]
+    text = f"SE-ResNeXt. {machine['cpu']}, torch {machine['torch']}, preamp at {machine['commit']}"
+    return Table("", columns, rows), text
 
 
 @committed("regions", "./dev bench regions")
@@ -232,7 +249,7 @@ def _torch_amp(level: str) -> str:
     return f"torch.amp {'fp16' if level in ('O1', 'O2') else 'bf16'}"
 
 
-def _spans_of_levels(root: Path, theme: str) -> tuple[Callable[[str, str], str], dict[str, Any]]:
+def spans_of_levels(root: Path, theme: str) -> tuple[Callable[[str, str], str], dict[str, Any]]:
     """From committed steps of the levels: what spans a figure of some levels takes over networks, and the machine."""
     path = newest(root, theme)
     if path is None:
@@ -246,32 +263,29 @@ def _spans_of_levels(root: Path, theme: str) -> tuple[Callable[[str, str], str],
             for name in names.split():
                 each, torchs = own[name], own[_torch_amp(name)]
                 found.append({
-                    "time": 1 / each["ratio"]["median"],
-                    "torch": torchs["median ms"] / each["median ms"],
+                    "float32": each["ratio"]["median"],
+                    "torch.amp": torchs["median ms"] / each["median ms"],
                     "kept": each["kept"] / own["float32"]["kept"],
                 }[figure])  # fmt: skip
-        least, most = min(found), max(found)
-        if figure == "kept":
-            return f"{100 * least:.0f} to {100 * most:.0f} %"
-        digits = 0 if least > 3 else 2 if most < 3 else 1
-        return f"{least:.{digits}f} to {most:.{digits}f}"
+        digits = 1 if figure == "torch.amp" else 2  # as in the table
+        return f"{min(found):.{digits}f} to {max(found):.{digits}f}"
 
     return span, results["environment"]
 
 
 def cpu_story(root: Path) -> str:
-    """What to expect on a CPU, in two sentences with figures."""
-    span, about = _spans_of_levels(root, "cpu-levels")
-    own, machine = _spans_of_levels(root, "cpu-levels-native")
-    every = "O1 O2 O4 O5"
+    """What to expect on a CPU, in the terms of the tables in docs/cpu.md: speeds as multiples of another's."""
+    span, about = spans_of_levels(root, "cpu-levels")
+    own, machine = spans_of_levels(root, "cpu-levels-native")
+    every, low, half = "O1 O2 O4 O5", "O4 O5", "O1 O2"
     return (
         "On a CPU without 16-bit arithmetic, which is most of them, preamp computes 16-bit products in float32 and "
-        f"rounds them once: a step of the demo's four networks takes {span('time', every)} times as long as in "
-        f"float32, torch.amp's takes {span('torch', every)} times as long as preamp's, and what is kept for backward "
-        f"takes {span('kept', every)} of float32's memory ({about['cpu']}). On one that has it, O4 and O5 take "
-        f"{own('time', 'O4 O5')} times as long as float32 and O1 and O2 {own('time', 'O1 O2')} times, where torch.amp's"
-        f" bfloat16 takes {own('torch', 'O4 O5')} times as long as preamp's and its float16 {own('torch', 'O1 O2')} "
-        f"times ({machine['cpu']} with AMX; torch {about['torch']})."
+        "rounds them once. A whole step of the demo's four networks at O1, O2, O4 and O5 then has "
+        f"{span('float32', every)} times the speed of float32 and {span('torch.amp', every)} times that of torch.amp, "
+        f"and keeps {span('kept', every)} of float32's bytes for backward ({about['cpu']}). On a CPU that has it, O4 "
+        f"and O5 have {own('float32', low)} times the speed of float32 and {own('torch.amp', low)} times that of "
+        f"torch.amp, O1 and O2 {own('float32', half)} and {own('torch.amp', half)} times ({machine['cpu']} with AMX). "
+        f"Both with torch {about['torch']}."
     )
 
 

@@ -1,9 +1,10 @@
-"""Parts of the site that are made: the figures of its first page, and the command's own help."""
+"""Parts of the site that are made: the figures of first pages, and the command's own help."""
 
 from __future__ import annotations
 
 import json
 import re
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,9 @@ from typer.testing import CliRunner
 
 from preamp.cli._app import app
 
-from .docs_results import PLACED, newest
+from .docs_results import PLACED, newest, spans_of_levels
+
+SITE = "https://preamp-amp.github.io/preamp/latest/"
 
 
 def _results(root: Path, theme: str) -> dict[str, Any]:
@@ -23,38 +26,92 @@ def _results(root: Path, theme: str) -> dict[str, Any]:
     return content
 
 
-def figures(root: Path) -> str:
-    """Three figures: quality, speed, diagnosis; each leads to the page that says how it was measured."""
+@dataclass(frozen=True)
+class Figure:
+    """A figure for first pages, and where it is from: a section of a page, and what lines of it say."""
+
+    what: str
+    says: str
+    on: str
+    page: str
+    """A page below `docs` and a heading's anchor."""
+    lines: tuple[tuple[str, ...], ...]
+    """For each number the words that stand in one line with it, in that section."""
+
+
+def measured(root: Path) -> tuple[Figure, ...]:
+    """What a reader will measure: quality, the optimizer's step alone, a whole step, memory, diagnosis."""
     demo = _results(root, "demo")
     within, judged = sum(j["within"] for j in demo["judgements"]), len(demo["judgements"])
+    step = _results(root, "step")
     ratios = {
-        row["name"]: contender["ratio"]["median"]
-        for row in _results(root, "step")["suites"]["step"]
+        (row["name"], contender["name"]): f"{contender['ratio']['median']:.2f}"
+        for row in step["suites"]["step"]
         for contender in row["contenders"]
-        if contender["name"] == "preamp.GradScaler + preamp.optim"
     }
-    slow, fast = sorted(ratios[name] for name in ("Adam, BERT-base", "Adam, 1500 x 1k"))
-    sick = [row for row in _results(root, "doctor-versus")["rows"] if row["group"] != "healthy"]
+    who = "Session + preamp.optim"
+    large, small = (ratios[name, who] for name in ("Adam, BERT-base", "Adam, 1500 x 1k"))
+    span, native = spans_of_levels(root, "cpu-levels-native")
+    slow, fast = span("torch.amp", "O4 O5").split(" to ")
+    kept = span("kept", "O4 O5")
+    versus = _results(root, "doctor-versus")
+    sick = [row for row in versus["rows"] if row["group"] != "healthy"]
     named = sum(row["doctor"]["outcome"] in PLACED for row in sick)
-    shown = (
-        (
+    xeon = f"{native['cpu']} with AMX"
+    return (
+        Figure(
+            f"{large} to {small} times",
+            "the speed of torch's GradScaler with fused Adam: the optimizer's step alone, by a session with "
+            "preamp.optim, of BERT-base and of 1500 small tensors",
+            step["environment"]["cpu"], "step.md#measured",
+            (("Adam, BERT-base", who, large), ("Adam, 1500 x 1k", who, small)),
+        ),
+        Figure(
+            f"{slow} to {fast} times",
+            "the speed of torch.amp in bfloat16: a whole training step at O4 and O5, over four networks",
+            xeon, "cpu.md#what-it-costs-and-what-it-saves",
+            (("seresnext", "O4", slow), ("bert", "O5", fast)),
+        ),
+        Figure(
+            kept,
+            "of the bytes that float32 keeps for backward, at O4 and O5, over the same networks",
+            xeon, "cpu.md#what-it-costs-and-what-it-saves",
+            (("seresnext", "O5", kept.split(" to ")[0]), ("bert", "O4", kept.split(" to ")[1])),
+        ),
+        Figure(
             f"{within} of {judged}",
-            "16-bit results are as good as the worst float32 seed, or better: four networks at O1, O2, O4 and O5",
-            "levels.md",
+            "16-bit results are as good as the worst of three float32 seeds, or better: four networks at O1, O2, "
+            "O4 and O5",
+            demo["environment"]["cpu"], "measured.md#the-demo",
+            ((f"{within} of {judged}",),),
         ),
-        (
-            f"{slow:.1f} to {fast:.1f} times",
-            "the speed of torch's scaler with fused Adam: an optimizer step of BERT-base, and of 1500 small tensors",
-            "step.md",
-        ),
-        (
+        Figure(
             f"{named} of {len(sick)}",
             "planted precision bugs are named with their module and line, in the scripts the doctor was improved on",
-            "doctor.md",
+            versus["environment"]["cpu"], "doctor.md#beside-other-tools",
+            (("all sick: named in place", str(named), str(len(sick))),),
         ),
-    )
-    boxes = [f'<div markdown="span"><strong>{what}</strong> {text}. [How]({page})</div>' for what, text, page in shown]
+    )  # fmt: skip
+
+
+def figures(root: Path) -> str:
+    """The figures as boxes of the home page."""
+    boxes = [
+        f'<div markdown="span"><strong>{each.what}</strong> {each.says}. {each.on}. '
+        f"[Table and command]({each.page})</div>"
+        for each in measured(root)
+    ]
     return "\n".join(['<div class="figures" markdown>', *boxes, "</div>"])
+
+
+def figures_listed(root: Path) -> str:
+    """The figures as a list, for the README, whose links are absolute."""
+    lines = []
+    for each in measured(root):
+        page, _, anchor = each.page.partition("#")
+        link = f"{SITE}{page.removesuffix('.md')}/#{anchor}"
+        lines.append(f"* **{each.what}** {each.says} ({each.on}; [table and command]({link})).")
+    return "\n".join(lines)
 
 
 def commands(root: Path) -> str:

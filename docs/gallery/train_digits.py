@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 parser = argparse.ArgumentParser()
 parser.add_argument("--steps", type=int, default=240)
-parser.add_argument("--lr", type=float, default=5e-3)
+parser.add_argument("--lr", type=float, default=1e-2)
 parser.add_argument("--scaled", action="store_true", help="divide the scores by sqrt(d): the cure")
 arguments = parser.parse_args()
 torch.manual_seed(0)

@@ -11,7 +11,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 import yaml
-from tools import docs
+from markdown.extensions.toc import slugify
+from tools import docs, docs_results, docs_site
 
 from ..session.toys import batch, mlp
 
@@ -25,7 +26,7 @@ def code_blocks(name: str) -> list[str]:
 @pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3", "O4", "O5"])
 def test_the_readme_example_runs_as_written(level: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    example = code_blocks("README.md")[0].replace('level="O2"', f'level="{level}"')
+    example = code_blocks("README.md")[0].replace('level="O4"', f'level="{level}"')
     model = mlp()
     evaluated = []
     namespace = {
@@ -54,6 +55,40 @@ def test_generated_parts_are_current(name: str) -> None:
     text = (ROOT / name).read_text(encoding="utf-8")
     assert docs.renewed(ROOT, text) == text, "run ./dev docs"
     assert text.count("<!-- begin:") == text.count("<!-- end:") > 0
+
+
+def section(page: str) -> list[str]:
+    """The lines below a heading: `page.md#anchor`."""
+    name, _, anchor = page.partition("#")
+    lines = (ROOT / "docs" / name).read_text(encoding="utf-8").splitlines()
+    heads = {at: len(line.split()[0]) for at, line in enumerate(lines) if re.match(r"#+ ", line)}
+    start = next(at for at in heads if slugify(lines[at].lstrip("# "), "-") == anchor)
+    end = next((at for at, depth in heads.items() if at > start and depth <= heads[start]), len(lines))
+    return lines[start:end]
+
+
+def cells(line: str) -> list[str]:
+    return [cell.strip() for cell in line.split("|")]
+
+
+@pytest.mark.parametrize("figure", docs_site.measured(ROOT), ids=lambda figure: figure.what)
+def test_a_figure_is_in_the_lines_that_its_link_leads_to(figure: docs_site.Figure) -> None:
+    """And what stands there names the command that measures it anew."""
+    told = section(figure.page)
+    for words in figure.lines:
+        assert any(all(word in (cells(line) if line[:1] == "|" else line) for word in words) for line in told), words
+    named = {word for words in figure.lines for word in words}
+    assert all(figure.what in named or number in named for number in re.findall(r"[\d.]+", figure.what))
+    assert any("made by `" in line for line in told)
+    for first in ("README.md", "docs/index.md"):
+        assert figure.what in (ROOT / first).read_text(encoding="utf-8")
+
+
+def test_figures_of_the_story_about_cpus_are_cells_of_its_page() -> None:
+    story = docs_results.cpu_story(ROOT).partition(" Both with torch ")[0]
+    known = {cell for line in section("cpu.md#what-it-costs-and-what-it-saves") for cell in cells(line)}
+    assert len(numbers := re.findall(r"\d+\.\d+", story)) > 10
+    assert set(numbers) <= known
 
 
 def test_links_lead_somewhere() -> None:
