@@ -91,6 +91,12 @@ def test_figures_of_the_story_about_cpus_are_cells_of_its_page() -> None:
     assert set(numbers) <= known
 
 
+def test_the_doctors_report_in_the_gallery_has_the_overflow() -> None:
+    """The picture on the first pages is of it; on another processor the script's numbers are others."""
+    report = (ROOT / "docs" / "gallery" / "doctor.html").read_text(encoding="utf-8")
+    assert "PA201" in report and "made inf out of finite values" in report
+
+
 def test_links_lead_somewhere() -> None:
     dead = [
         f"{path.name} links to {target}"
