@@ -51,8 +51,14 @@ def safe_eps(optimizer: Optimizer, policy: Policy, *, apply: bool = False) -> tu
 
     The dtype that counts is that of the arithmetic: float32 where the policy has masters or float32 parameters, and
     else that of the group's parameters, which is the dtype of its state. `fused=True` is no way out: it adds in
-    float32, but a second moment that vanished in float16 leaves the epsilon alone in the denominator. Groups without an
-    epsilon (SGD) give no row. `apply=True` also writes the suggested value into groups whose epsilon is not fine.
+    float32, but a second moment that vanished in float16 leaves the epsilon alone in the denominator.
+
+    Args:
+        optimizer: Any optimizer; groups without an epsilon (SGD) give no row.
+        policy: What it is to train under.
+        apply: Also write the suggested value into groups whose epsilon is not fine.
+
+    >>> preamp.safe_eps(optimizer, preamp.policy("O3"), apply=True)
     """
     rows = []
     for index, group in enumerate(optimizer.param_groups):

@@ -70,11 +70,25 @@ def sweep(
 ) -> LrCurve:
     """Train `steps` batches while the rate grows from `start_lr` to `end_lr`; restore everything.
 
-    `loader`: batches; it is restarted when it ends. `loss_fn(batch)`: the 0-d loss, called inside
-    `session.autocast()`. `smoothing`: weight of the past in the average, in [0, 1). `stop_factor`: stop once the
-    smoothed loss exceeds the best by this factor, or is not finite. `clip`: gradient norm, as in the training to come.
-    Parameter groups keep the ratios of their rates. Raises `PreampError` for arguments out of range or an empty loader,
-    and when every step was skipped.
+    Parameter groups keep the ratios of their rates.
+
+    Args:
+        session: Of model and optimizer; all that the test changes is put back.
+        loader: Batches; it is restarted when it ends.
+        loss_fn: The 0-d loss of a batch; called inside `session.autocast()`.
+        start_lr: The first rate.
+        end_lr: The last rate.
+        steps: How many rates to try, at least 4.
+        smoothing: Weight of the past in the average of losses, in [0, 1).
+        stop_factor: Stop once the smoothed loss exceeds the best by this factor, or is not finite.
+        clip: Gradient norm, as in the training to come.
+        on_step: Called after each step with its number.
+
+    Raises:
+        PreampError: For arguments out of range, an empty loader, and when every step was skipped.
+
+    >>> curve = preamp.lr_finder.sweep(session, loader, lambda batch: loss_fn(model(batch[0]), batch[1]))
+    >>> curve.valley
     """
     if not 0 < start_lr < end_lr or not math.isfinite(end_lr):
         raise PreampError(f"a sweep needs 0 < start_lr < end_lr; got {start_lr!r} and {end_lr!r}")

@@ -133,8 +133,15 @@ def compress_hook(dtype: torch.dtype = torch.bfloat16) -> Any:
 
     Every rank sends every other its piece of the gradients in `dtype`, sums in float32 what it receives, divides by
     the number of ranks, and sends the mean to all in `dtype`: two roundings, however many ranks there are, and
-    half the bytes of float32. torch's own 16-bit hooks leave the sums in 16 bits. Equal on all ranks, bit for bit. As
-    state give the process group, or None for the default one. float16 overflows beyond 65504, which skips the step.
+    half the bytes of float32. torch's own 16-bit hooks leave the sums in 16 bits. Equal on all ranks, bit for bit.
+
+    Args:
+        dtype: bfloat16, or float16, which overflows beyond 65504: the step is then skipped.
+
+    Returns:
+        The hook; as its state give the process group, or None for the default one.
+
+    >>> ddp.register_comm_hook(None, preamp.parallel.compress_hook())
     """
     if dtype not in LOW_DTYPES:
         raise SessionError(f"compress_hook({name_of(dtype)}): gradients travel in fp16 or bf16, or without a hook")

@@ -21,14 +21,24 @@ from ._rounded import RoundedOptimizer
 class Adam(RoundedOptimizer):
     """Adam (Kingma and Ba 2015) with the arguments, groups and state_dict of `torch.optim.Adam`.
 
-    `foreach`, `capturable` and `fused` are accepted for compatibility: every step is fused and may be captured.
-    `master`: "float32" keeps masters of 16-bit parameters; "split", for bfloat16 ones, keeps the same numbers in 2
-    bytes a parameter less, and "split24" 24 bits of them in 3 less, rounded by chance; None steps them in their own dtype, and then `rounding="stochastic"` rounds bfloat16
-    stochastically, so that small updates are not lost (reproducible by `seed`; states are float32). `states`: "8bit"
-    keeps both moments of a parameter of 4096 elements or more in 8 bits (`preamp.kernels.adam_8bit`), not with
-    `amsgrad`; of DTensors only those whose rows are whole blocks of 256, so that any number of ranks can resume.
-    States of either kind load into an optimizer of the other. On a CPU float32 parameters are stepped bit for bit as by
-    `torch.optim.Adam(fused=True)`. Raises `OptimizerError`, a ValueError, for hyper-parameters out of range.
+    `foreach`, `capturable` and `fused` are accepted for compatibility: every step is fused and may be captured. On a
+    CPU float32 parameters are stepped bit for bit as by `torch.optim.Adam(fused=True)`. States of either kind load into
+    an optimizer of the other.
+
+    Args:
+        master: "float32" keeps masters of 16-bit parameters; "split", for bfloat16 ones, keeps the same numbers in 2
+            bytes a parameter less, and "split24" 24 bits of them in 3 less, rounded stochastically; None steps them in
+            their own dtype.
+        rounding: With `master=None`: "stochastic" rounds bfloat16 weights stochastically, so that small updates are not
+            lost; states are float32 then.
+        states: "8bit" keeps both moments of a parameter of 4096 elements or more in 8 bits, not with `amsgrad`; of
+            DTensors only those whose rows are whole blocks of 256, so that any number of ranks can resume.
+        seed: Of stochastic rounding, which it makes reproducible.
+
+    Raises:
+        OptimizerError: For hyper-parameters out of range; a ValueError, too.
+
+    >>> optimizer = preamp.optim.Adam(model.parameters(), lr=1e-3, master="split")
     """
 
     kept = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", *NAMES)
@@ -126,7 +136,12 @@ class Adam(RoundedOptimizer):
 
 
 class AdamW(Adam):
-    """AdamW (Loshchilov and Hutter 2019) with the arguments, groups and state_dict of torch.optim.AdamW; see `Adam`."""
+    """AdamW (Loshchilov and Hutter 2019) with the arguments, groups and state_dict of `torch.optim.AdamW`.
+
+    `master`, `rounding`, `states` and `seed` are those of `Adam`.
+
+    >>> optimizer = preamp.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.1)
+    """
 
     def __init__(
         self,

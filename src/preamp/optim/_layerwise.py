@@ -19,11 +19,18 @@ from ._base import FusedOptimizer
 class LAMB(FusedOptimizer):
     """LAMB (You et al. 2020): each tensor's update is scaled by norm of the parameter over norm of the update.
 
-    `max_grad_norm`: all gradients are first shrunk so that their common norm is at most this (None: not).
-    `bias_correction`, `grad_averaging` (a new gradient weighs 1 - beta1, else 1), `adam_w_mode` (weight decay in the
-    update, else in the gradient), `use_nvlamb` (scale also tensors without weight decay): as in Apex's FusedLAMB.
-    Norms of DTensors are those of the whole tensors.
-    `master`: "float32" keeps masters of 16-bit parameters. Raises `OptimizerError`, a ValueError.
+    The arguments are those of Apex's FusedLAMB; `lr`, `betas`, `eps`, `weight_decay` are Adam's. Norms of DTensors are
+    those of the whole tensors.
+
+    Args:
+        bias_correction: Whether moments are corrected for their start at zero.
+        grad_averaging: Whether a new gradient weighs 1 - beta1 in the first moment, else 1.
+        adam_w_mode: Whether weight decay goes into the update, else into the gradient.
+        max_grad_norm: All gradients are first shrunk so that their common norm is at most this; None: not.
+        use_nvlamb: Whether to scale the updates of tensors without weight decay, too.
+        master: "float32" keeps masters of 16-bit parameters, None steps them in their own dtype.
+
+    >>> optimizer = preamp.optim.LAMB(model.parameters(), lr=2e-3)
     """
 
     kept = ("exp_avg", "exp_avg_sq")
@@ -82,10 +89,17 @@ class LAMB(FusedOptimizer):
 class NovoGrad(FusedOptimizer):
     """NovoGrad (Ginsburg et al. 2019): gradients are normed tensor by tensor before they enter the first moment.
 
-    `norm_type`: 2 for the L2 norm, 0 for the largest magnitude. `init_zero`: the running norm starts from 0, else from
-    the first one. `reg_inside_moment`: weight decay goes into the first moment. `bias_correction`, `grad_averaging`:
-    as in Apex's FusedNovoGrad. `master`: "float32" keeps masters of 16-bit parameters. Raises `OptimizerError`, a
-    ValueError.
+    The arguments are those of Apex's FusedNovoGrad; `lr`, `betas`, `eps`, `weight_decay` are Adam's.
+
+    Args:
+        bias_correction: Whether moments are corrected for their start at zero.
+        reg_inside_moment: Whether weight decay goes into the first moment, else into the update.
+        grad_averaging: Whether a new gradient weighs 1 - beta1 in the first moment, else 1.
+        norm_type: 2 for the L2 norm, 0 for the largest magnitude.
+        init_zero: Whether the running norm starts from 0, else from the first one.
+        master: "float32" keeps masters of 16-bit parameters, None steps them in their own dtype.
+
+    >>> optimizer = preamp.optim.NovoGrad(model.parameters(), lr=1e-2)
     """
 
     kept = ("exp_avg", "norm")

@@ -28,8 +28,15 @@ class Lion(_OneMoment):
     """Lion (Chen et al. 2023, arXiv 2302.06675): each weight moves by `lr` along the sign of a moving average.
 
     p <- (1 - lr weight_decay) p - lr sign(beta1 m + (1 - beta1) g); m <- beta2 m + (1 - beta2) g. A tenth to a third
-    of AdamW's learning rate, and three to ten times its weight decay, are usual. `master`, `rounding`, `seed`: as in
-    `Adam`. Raises `OptimizerError`, a ValueError, for hyper-parameters out of range.
+    of AdamW's learning rate, and three to ten times its weight decay, are usual. `master`, `rounding` and `seed` are
+    those of `Adam`.
+
+    Args:
+        lr: The length of a step in each weight.
+        betas: Weights of the past: in the direction of a step, and in the moment.
+        weight_decay: The share of a weight that a step takes off, in units of `lr`.
+
+    >>> optimizer = preamp.optim.Lion(model.parameters(), lr=1e-4, weight_decay=0.1)
     """
 
     kept = ("exp_avg",)
@@ -61,9 +68,16 @@ class Muon(_OneMoment):
     The momentum of each matrix is orthogonalized, in bfloat16, by `ns_steps` iterations of Newton and Schulz. Matrices
     of one shape are orthogonalized together, where torch takes them one by one; shards (DTensors) are gathered for it.
     Give embeddings, biases, norms and the output layer to an optimizer of their own, as `AdamW`; a session takes both.
-    `adjust_lr_fn`: None or "original", or "match_rms_adamw", with which AdamW's learning rate and weight decay fit.
-    `master`, `rounding`, `seed`: as in `Adam`. Raises `OptimizerError`, a ValueError, for hyper-parameters out of range
-    and for parameters that are no matrices.
+    `master`, `rounding` and `seed` are those of `Adam`.
+
+    Args:
+        adjust_lr_fn: None or "original", or "match_rms_adamw", with which AdamW's learning rate and weight decay fit.
+
+    Raises:
+        OptimizerError: For hyper-parameters out of range, and for parameters that are no matrices; a ValueError, too.
+
+    >>> muon = preamp.optim.Muon(matrices, lr=0.02)
+    >>> session = preamp.prepare(model, [muon, preamp.optim.AdamW(others)], level="O5")
     """
 
     kept = ("momentum_buffer",)

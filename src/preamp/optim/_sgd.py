@@ -19,8 +19,9 @@ from ._rounded import CountsForChance
 class SGD(CountsForChance):
     """Gradient descent with the arguments, groups and state_dict of `torch.optim.SGD`: momentum, dampening, Nesterov.
 
-    `foreach` and `fused` are taken for compatibility. `master`, `rounding`, `seed`: as in `Adam`. Raises
-    `OptimizerError`, a ValueError, for hyper-parameters out of range.
+    `foreach` and `fused` are taken for compatibility. `master`, `rounding` and `seed` are those of `Adam`.
+
+    >>> optimizer = preamp.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     """
 
     kept = ("momentum_buffer",)
@@ -83,8 +84,12 @@ class SGD(CountsForChance):
 class Adagrad(FusedOptimizer):
     """Adagrad (Duchi, Hazan and Singer 2011) with the arguments, groups and state_dict of `torch.optim.Adagrad`.
 
-    Dense gradients only. `master`: "float32" keeps masters of 16-bit parameters, None steps them in their own dtype.
-    Raises `OptimizerError`, a ValueError, for hyper-parameters out of range.
+    Dense gradients only.
+
+    Args:
+        master: "float32" keeps masters of 16-bit parameters, None steps them in their own dtype.
+
+    >>> optimizer = preamp.optim.Adagrad(model.parameters(), lr=1e-2)
     """
 
     kept = ("sum",)

@@ -70,13 +70,16 @@ def plan(
     optimizer steps them. So every row is a tensor that preamp, torch or the optimizer allocates, without its memory.
     `session.memory()` counts the same rows on the tensors of a run.
 
-    `params`: how many parameters (7e9, "7B", "350M"), or a float32 model, of which only shapes are used. `optimizer`:
-    a class, or a function of parameters: `lambda p: preamp.optim.AdamW(p, master="split")`. `level`: a level or any
-    policy. `shard`: "none"; "ddp" (DistributedDataParallel, every rank holds everything); "fsdp2" (`fully_shard` with
-    `policy.fsdp()`, and the rank with most). `world`: ranks.
+    Args:
+        params: How many parameters (7e9, "7B", "350M"), or a float32 model, of which only shapes are used.
+        optimizer: A class, or a function of parameters: `lambda p: preamp.optim.AdamW(p, master="split")`.
+        level: A level or any policy.
+        shard: "none"; "ddp" (DistributedDataParallel, every rank holds everything); "fsdp2" (`fully_shard` with
+            `policy.fsdp()`, and the rank with most).
+        world: How many ranks there are.
 
-    Raises what preamp raises for a combination that it refuses: `PolicyError`, `OptimizerError`; `PreampError` for
-    arguments that mean nothing.
+    Raises:
+        PreampError: For arguments that mean nothing; a `PolicyError` or `OptimizerError` as the run itself would.
 
     >>> plan("7B", level="O2").held.total / 7e9
     16.0

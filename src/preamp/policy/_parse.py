@@ -20,12 +20,21 @@ from ._policy import LEVEL_BY_NAME, Policy, coerce, level_names
 def policy(description: str | Policy | Mapping[str, Any] | None = None, **changes: Any) -> Policy:
     """The policy that a description stands for.
 
-    `description`: a level or alias ("O2", "bf16-mixed"); "auto", the best level of this machine's default device;
-    fields ("params=fp16,compute=fp16,scale=512"), also after a level ("O2,scale=512"), and after them module and
-    operator rules, each behind a semicolon ("O1; head -> full; op softmax -> low"); a mapping of fields; or a policy.
-    `changes`: single fields on top. Fields that a description without a level leaves out follow from the others:
-    `compute` from `params`; low params have float32 norms, output and masters; fp16 compute has a dynamic scale.
-    Raises `PolicyError` for what cannot be meant.
+    Fields that a description without a level leaves out follow from the others: `compute` from `params`; low params
+    have float32 norms, output and masters; fp16 compute has a dynamic scale.
+
+    Args:
+        description: A level or alias ("O2", "bf16-mixed"); "auto", the best level of this machine's default device;
+            fields ("params=fp16,compute=fp16,scale=512"), also after a level ("O2,scale=512"), and after them module
+            and operator rules, each behind a semicolon ("O1; head -> full; op softmax -> low"); a mapping of fields;
+            or a policy.
+        **changes: Single fields on top.
+
+    Raises:
+        PolicyError: For what cannot be meant.
+
+    >>> preamp.policy("O2,scale=512").masters
+    True
     """
     if description is None:
         return _from_fields(changes)

@@ -42,6 +42,8 @@ class Policy:
     """Which dtype each kind of tensor has in training. A value: derive others with `replace` and `override`.
 
     It is also a string: `preamp.policy("params=fp16,compute=fp16,scale=dynamic")`, and `str(policy)` reads back.
+
+    >>> preamp.policy("O1").override(r"decoder\\.\\d+", "full").replace(scale=512)
     """
 
     params: torch.dtype = torch.float32
@@ -55,7 +57,7 @@ class Policy:
     masters: bool = False
     """Whether the optimizer steps a float32 copy of each low parameter."""
     scale: Scale = 1.0
-    """Loss scale: a number above 0, or a schedule: "dynamic", "hysteresis" (`docs/loss-scaling.md`)."""
+    """Loss scale: a number above 0, or a schedule: "dynamic", "hysteresis"."""
     ops: OpRules | None = field(default_factory=OpRules)
     """Operator rules of the regions; None: no regions, operations run in the dtype of their inputs."""
     modules: tuple[tuple[str, Precision], ...] = ()
@@ -80,9 +82,13 @@ class Policy:
     def override(self, pattern: str, precision: str | torch.dtype) -> Policy:
         """A policy under which the modules whose path matches `pattern` have a precision of their own.
 
-        `pattern`: a regular expression that must match the whole path, as `named_modules()` spells it; what lies
-        inside a matching module follows it. `precision`: "full", "low", or a dtype. An exact path wins over a
-        pattern; a path that two patterns match in different precisions is a `PolicyError` when the model is prepared.
+        An exact path wins over a pattern; a path that two patterns match in different precisions is a `PolicyError`
+        when the model is prepared.
+
+        Args:
+            pattern: A regular expression that must match the whole path, as `named_modules()` spells it; what lies
+                inside a matching module follows it.
+            precision: "full", "low", or a dtype.
         """
         return replace(self, modules=(*self.modules, (pattern, precision_named(precision))))
 
@@ -100,8 +106,11 @@ class Policy:
         """The `MixedPrecisionPolicy` of torch's that means the same: `fully_shard(module, mp_policy=policy.fsdp())`.
 
         The sharded parameters stay float32 and are the masters; they are gathered in `compute`, their gradients summed
-        over the ranks in float32. `full`: for parts that are to compute in float32 (norms, a head): they are gathered
-        as they are, get float32 inputs, and return the 16-bit ones that the next part takes.
+        over the ranks in float32.
+
+        Args:
+            full: For parts that are to compute in float32 (norms, a head): they are gathered as they are, get float32
+                inputs, and return the 16-bit ones that the next part takes.
         """
         from torch.distributed.fsdp import MixedPrecisionPolicy  # takes long to import
 

@@ -105,9 +105,19 @@ class Moving(LossScale):
 class DynamicScale(Moving):
     """The largest scale that does not overflow, found by trying; defaults are those of `torch.amp.GradScaler`.
 
-    `init_scale`: where it starts. `growth_factor` (> 1), `backoff_factor` (in (0, 1)), `growth_interval` (steps, >= 1):
-    the schedule. `min_scale`, `max_scale`: bounds (None: the limits of float32). `patience`: skipped steps in a row
-    after which the session raises `ScaleCollapse` (None: never). Raises `ScaleError` for anything out of range.
+    Args:
+        init_scale: Where it starts.
+        growth_factor: By what it grows; above 1.
+        backoff_factor: By what it falls after a bad step; in (0, 1).
+        growth_interval: After how many good steps in a row it grows.
+        min_scale: The least it can be; None for the limit of float32, 2^-126.
+        max_scale: The most it can be; None for 2^127.
+        patience: Skipped steps in a row after which the session raises `ScaleCollapse`; None for never.
+
+    Raises:
+        ScaleError: For anything out of range.
+
+    >>> session = preamp.prepare(model, optimizer, level="O1", scale=preamp.DynamicScale(growth_interval=500))
     """
 
     kind = "dynamic"
@@ -168,8 +178,12 @@ class HysteresisScale(DynamicScale):
 
     For gradients that overflow now and then in a single batch, which no smaller scale would help. As in Megatron-LM
     and DeepSpeed the bad steps need not follow each other: what is left of the tolerance lasts until the scale grows,
-    and then all of it is back. `hysteresis` (bad steps, >= 1): 1 is `DynamicScale`, bit for bit. The other arguments
-    are those of `DynamicScale`. Raises `ScaleError` for anything out of range.
+    and then all of it is back. The other arguments are those of `DynamicScale`.
+
+    Args:
+        hysteresis: How many bad steps it takes; 1 is `DynamicScale`, bit for bit.
+
+    >>> session = preamp.prepare(model, optimizer, level="O2", scale=preamp.HysteresisScale(hysteresis=3))
     """
 
     kind = "hysteresis"

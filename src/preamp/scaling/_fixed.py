@@ -95,9 +95,15 @@ class NoScale(LossScale):
 
 
 class StaticScale(LossScale):
-    """A scale that never changes: `StaticScale(512.)`. Powers of two scale without rounding.
+    """A scale that never changes. Powers of two scale without rounding.
 
     Unlike Apex, a step whose gradients are not finite is skipped under a static scale too.
+
+    Args:
+        value: The scale, within [2^-126, 2^127].
+        patience: Skipped steps in a row after which the session raises `ScaleCollapse`; None for never.
+
+    >>> session = preamp.prepare(model, optimizer, level="O2", scale=preamp.StaticScale(512.0))
     """
 
     kind = "static"

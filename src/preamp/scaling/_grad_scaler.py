@@ -39,17 +39,24 @@ class ScaleEvent:
 class GradScaler(torch.amp.GradScaler):
     """`torch.amp.GradScaler` with the same trajectory and state_dict, accepted wherever it is. It also
 
-    * keeps the scale within `min_scale` and `max_scale` (None: the limits of float32). torch's scale can reach a
-      subnormal or 0, where it applies steps with infinite gradients;
+    * keeps the scale within bounds. torch's can reach a subnormal or 0, where it applies steps with infinite gradients;
     * shows by `skipped` whether the last `step` was skipped, for fused optimizers too (reading it is a host sync);
     * keeps the last updates in `history`;
-    * learns by another schedule if asked: `schedule="hysteresis"`, or a loss scale of yours (`HysteresisScale(...)`),
-      which then holds the start and the factors; its state is in the state_dict;
-    * raises `ScaleCollapse` after `patience` skipped updates in a row (None: never), naming the first parameter whose
-      gradient is not finite.
+    * learns by another schedule if asked;
+    * raises `ScaleCollapse` when skips never end, naming the first parameter whose gradient is not finite.
 
-    Arguments out of range are a `ScaleError`: `init_scale` and bounds in [2**-126, 2**127], `growth_factor` > 1,
-    `backoff_factor` in (0, 1), `growth_interval` >= 1.
+    `init_scale`, the factors, `growth_interval`, the bounds and `patience` are those of `DynamicScale`.
+
+    Args:
+        device: The type of the device.
+        enabled: False for a scaler that does nothing.
+        schedule: "backoff", "hysteresis", or a loss scale of yours (`HysteresisScale(...)`), which then holds the start
+            and the factors; its state is in the state_dict.
+
+    Raises:
+        ScaleError: For arguments out of range.
+
+    >>> scaler = preamp.GradScaler("cuda", min_scale=1.0)
     """
 
     def __init__(

@@ -63,27 +63,27 @@ def prepare(
     """Bring a model and its optimizer under a level or policy, in place, and return the session that trains them.
 
     The wrappers that Lightning and Accelerate return are accepted: the session uses the model and optimizer inside.
+    Warns once when an epsilon would vanish (see `safe_eps`).
 
-    | argument | what it is |
-    |---|---|
-    | `model` | float32, on its device; one, or a list or mapping of several |
-    | `optimizer` | any of `torch.optim` but LBFGS, made from the model's parameters; one, several, or None |
-    | `level` | "O0" to "O5", an alias, or "auto" (the default): what suits the device; `repr(session)` shows it |
-    | `policy` | in place of a level: a `Policy`, its string or its fields |
-    | `losses` | names of the losses, each with a scale of its own |
-    | `scale` | in place of the policy's scale, for all losses or by name |
-    | `skip` | who decides on a step, for optimizers that take no flag: see below |
-    | `group` | the process group whose ranks have other parameters in plain tensors (pipeline stages): see below |
-    | `overrides` | single fields of the policy: `norms="fp16"`, `modules={"head": "full"}` |
+    Args:
+        model: float32, on its device; one, or a list or mapping of several.
+        optimizer: Any of `torch.optim` but LBFGS, made from the model's parameters; one, several, or None.
+        level: "O0" to "O5", an alias, or "auto" (the default): what suits the device; `repr(session)` shows it.
+        policy: In place of a level: a `Policy`, its string or its fields.
+        losses: Names of the losses, each with a scale of its own.
+        scale: In place of the policy's scale, for all losses or by name.
+        skip: Who decides on a step, for optimizers that take no flag. "host" reads the flag, one host sync a step.
+            "device" steps always, and puts parameters and states back where gradients were not finite, which costs a
+            copy of them. "auto" is "device" for capturable optimizers on an accelerator, else "host".
+        group: The process group whose ranks have other parameters in plain tensors (pipeline stages). They agree on
+            whether gradients are finite, and on their norm; gradients may come from the loss of another stage, which
+            scales it. DTensors (FSDP2, tensor parallelism) need no group; under DistributedDataParallel gradients are
+            the same anyway.
+        **overrides: Single fields of the policy: `norms="fp16"`, `modules={"head": "full"}`.
 
-    `skip="host"` reads the flag, one host sync a step. "device" steps always, and puts parameters and states back where
-    gradients were not finite, which costs a copy of them. "auto" is "device" for capturable optimizers on an
-    accelerator, else "host". The ranks of a `group` agree on
-    whether gradients are finite, and on their norm; gradients may come from the loss of another stage, which scales it.
-    DTensors (FSDP2, tensor parallelism) need no group; under DistributedDataParallel gradients are the same anyway.
-
-    Raises `PolicyError` for a policy that cannot be meant or does not fit the model, `SessionError` for objects that
-    cannot be prepared; then nothing has been changed. Warns once when an epsilon would vanish (see `safe_eps`).
+    Raises:
+        PolicyError: For a policy that cannot be meant or does not fit the model; nothing has been changed.
+        SessionError: For objects that cannot be prepared; nothing has been changed.
 
     >>> session = preamp.prepare(model, optimizer, level="O4")
     """

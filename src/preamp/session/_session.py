@@ -106,7 +106,11 @@ class Session:
 
     @traced_by_callers
     def autocast(self, enabled: bool = True) -> SessionRegion:
-        """A new region for the forward pass and the loss, as the policy has it; also a decorator."""
+        """A new region for the forward pass and the loss, as the policy has it; also a decorator.
+
+        Args:
+            enabled: False for a region in which nothing is cast.
+        """
         if self._closed:
             raise SessionError(_CLOSED)
         active = enabled and self.policy.has_regions
@@ -130,8 +134,12 @@ class Session:
 
         Between steps only: gradients are put aside while it lasts. To these `session.backward` inside adds; those of a
         plain `loss.backward()` inside end with it. Not in compiled code.
-        `values_only=True`: parameters and buffers are to be read, and the model will not run. A model that FSDP2
-        gathers in 16 bits can only be read: `SessionError` without it.
+
+        Args:
+            values_only: Parameters and buffers are to be read or written, and the model will not run.
+
+        Raises:
+            SessionError: Without `values_only`, for a model that FSDP2 gathers in 16 bits: it can only be read.
         """
         self._check_open()
         if self._full.depth:
@@ -150,7 +158,12 @@ class Session:
     def scale(self, loss: Tensor, name: str | None = None) -> Tensor:
         """`loss` times its scale, where `backward` cannot be called: `session.scale(loss).backward()`.
 
-        Not for losses with scales of their own, whose gradients have to be unscaled as their backward ends.
+        Args:
+            loss: A 0-d floating tensor.
+            name: Which of the session's losses it is.
+
+        Raises:
+            SessionError: For losses with scales of their own, whose gradients are unscaled as their backward ends.
         """
         name = self._begin_backward(loss, name)
         if self._losses.separate_scales:
@@ -162,9 +175,12 @@ class Session:
     def backward(self, loss: Tensor, *, name: str | None = None, sync: bool = True, **kwargs: Any) -> None:
         """Compute gradients of `loss` times its scale. Call it once a micro-batch; gradients add up until `step`.
 
-        `loss`: a 0-d floating tensor. `name`: which of the session's losses it is. `sync=False`: more micro-batches
-        follow before the step; under DistributedDataParallel and FSDP2 forward and backward must run inside
-        `session.no_sync()`, which is checked. `kwargs` go to `Tensor.backward` (`retain_graph`, `inputs`).
+        Args:
+            loss: A 0-d floating tensor.
+            name: Which of the session's losses it is.
+            sync: False if more micro-batches follow before the step; under DistributedDataParallel and FSDP2 forward
+                and backward must run inside `session.no_sync()`, which is checked.
+            **kwargs: For `Tensor.backward` (`retain_graph`, `inputs`).
         """
         name = self._begin_backward(loss, name)
         if not sync:
@@ -208,7 +224,12 @@ class Session:
         """True gradients of `outputs` with respect to `inputs`, as `torch.autograd.grad` gives them, in float32.
 
         For a gradient penalty: the pass is scaled and the result unscaled, so that nothing underflows on the way.
-        Differentiable again by default. Entries that are not reached are an error, as in torch.
+
+        Args:
+            outputs: A floating tensor; its sum is differentiated.
+            inputs: One or several tensors. One that is not reached is an error, as in torch.
+            name: Which of the session's losses gives the scale.
+            create_graph: Whether the gradients can be differentiated again.
         """
         if self._closed:
             raise SessionError(_CLOSED)
@@ -223,7 +244,8 @@ class Session:
     def no_sync(self, *wrapped: nn.Module) -> Iterator[None]:
         """Inside, DistributedDataParallel and FSDP2 models do not exchange gradients: for micro-batches but the last.
 
-        `wrapped`: DistributedDataParallel models made after `prepare`, which the session does not know.
+        Args:
+            *wrapped: DistributedDataParallel models made after `prepare`, which the session does not know.
         """
         with not_synchronised((*self._models.values(), *map(unwrap, wrapped))):
             yield
@@ -245,9 +267,16 @@ class Session:
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0, *, optimizer: Optimizer | None = None) -> Tensor:
         """Shrink the true gradients so that their common norm is at most `max_norm`.
 
-        Over the parameters of all optimizers, which then step or skip together; or of one. Returns the norm before,
-        0-d float32, not finite if the step will be skipped. There is no host sync. Gradients that `unscale_` has not
-        made true do not change until `step`, which clips them as it unscales them.
+        Optimizers that are clipped together step or skip together. There is no host sync. Gradients that `unscale_` has
+        not made true do not change until `step`, which clips them as it unscales them.
+
+        Args:
+            max_norm: The largest norm allowed.
+            norm_type: The order of the norm; `float("inf")` for the largest magnitude.
+            optimizer: Only its gradients; None for those of all.
+
+        Returns:
+            The norm before, 0-d float32; not finite if the step will be skipped.
         """
         self._check_open()
         chosen = selected(self._optimizers, optimizer)
@@ -258,7 +287,12 @@ class Session:
 
     @uncompiled
     def clip_grad_value_(self, clip_value: float, *, optimizer: Optimizer | None = None) -> None:
-        """Clamp every entry of the true gradients to [-clip_value, clip_value]."""
+        """Clamp every entry of the true gradients.
+
+        Args:
+            clip_value: Entries end within `[-clip_value, clip_value]`.
+            optimizer: Only its gradients; None for those of all.
+        """
         self._check_open()
         chosen = selected(self._optimizers, optimizer)
         self._order.check_clip("clip_grad_value_", chosen)
@@ -287,9 +321,12 @@ class Session:
         """Step all optimizers, or one, each unless its gradients are not finite; then update the scales.
 
         Those that were clipped by a common norm skip together, since it is not finite if one of them is not.
-        With several optimizers stepped one by one, a scale is updated once, at the next backward of its loss. Raises
-        `SessionError` when no `session.backward` came before (but not with `prepare(..., group=...)`, where gradients
-        may come from the loss of another stage), and `ScaleCollapse` after too many skips in a row.
+        With several optimizers stepped one by one, a scale is updated once, at the next backward of its loss.
+
+        Raises:
+            SessionError: When no `session.backward` came before; but not with `prepare(..., group=...)`, where
+                gradients may come from the loss of another stage.
+            ScaleCollapse: After too many skips in a row.
         """
         self._check_open()
         chosen = selected(self._optimizers, optimizer)
@@ -341,11 +378,20 @@ class Session:
     def capture(self, function: Callable[..., Any], *, warmup: int = 3) -> CapturedStep:
         """`function`, a whole training step on tensors, as a CUDA graph: it pays off where kernels are short.
 
-        The first `warmup` calls run as written, the next is captured, later ones replay it. One more call runs as
-        written if the last one differed: it made states, or had other hyper-parameters. Arguments keep their
-        shapes; learning rates are tensors until `close`, which schedulers write into; results are copies. Any optimizer
-        that does not need the host will do: fused, capturable, of preamp.optim, or `skip="device"`. Warns and changes
-        nothing elsewhere than on CUDA. Raises `SessionError` when the parameters lie on several GPUs.
+        The first calls run as written, the next is captured, later ones replay it. One more call runs as written if the
+        last one differed: it made states, or had other hyper-parameters. Arguments keep their shapes; learning rates
+        are tensors until `close`, which schedulers write into. Any optimizer that does not need the host will do:
+        fused, capturable, of preamp.optim, or `skip="device"`. Warns and changes nothing elsewhere than on CUDA.
+
+        Args:
+            function: Forward, backward, step and `zero_grad`; takes and returns tensors.
+            warmup: How many calls run as written.
+
+        Returns:
+            The step to call in its place; its results are copies.
+
+        Raises:
+            SessionError: When the parameters lie on several GPUs.
 
         >>> step = session.capture(train_step)
         >>> for x, y in loader:
@@ -412,7 +458,11 @@ class Session:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore what `state_dict` gave; before or after the model's and the optimizer's own state.
 
-        Strict: another version, policy, set of losses or of masters is a `StateError`, and nothing has changed.
+        Args:
+            state: A `state_dict` of a session with the same policy.
+
+        Raises:
+            StateError: For another version, policy, set of losses or of masters; nothing has changed.
         """
         self._check_open()
         check_state(state, str(self.policy), self._losses)
