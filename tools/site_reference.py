@@ -1,4 +1,4 @@
-"""What the reference shows of the code: examples as code, and base classes that have a place in it, by their full names."""
+"""What the reference shows of the code: examples as code, and bases by the names that they have on its pages."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Reference(griffe.Extension):
         classes = {each.path: each for each in _classes(pkg)}
         named = {path: list(dict.fromkeys(self._named(each, classes))) for path, each in classes.items()}
         for path, each in classes.items():
-            each.bases = named[path]
+            each.bases = [*named[path]]
 
     def _named(self, cls: griffe.Class, classes: dict[str, griffe.Class]) -> Iterator[str]:
         for base in cls.bases:

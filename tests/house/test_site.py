@@ -36,16 +36,19 @@ def public(module: ModuleType) -> Iterator[str]:
 
 
 class Page(HTMLParser):
-    """The links of a page, and what can be linked to in it."""
+    """The links of a page, what can be linked to in it, and what a browser loads with it."""
 
     def __init__(self, text: str) -> None:
         super().__init__()
         self.links: list[str] = []
         self.anchors: set[str] = set()
+        self.loaded: list[str] = []
         self.feed(text)
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         given = dict(attrs)
+        if "src" in given or (tag == "link" and given.get("rel") in ("stylesheet", "icon", "preload", "preconnect")):
+            self.loaded.append(given.get("src") or given.get("href") or "")
         self.links += [given[name] or "" for name in ("href", "src") if name in given]
         self.anchors |= {given[name] or "" for name in ("id", "name") if name in given}
 
@@ -76,6 +79,41 @@ def test_no_link_is_dead(site: Path) -> None:
                 dead.append(f"{path.relative_to(site)}: {link}")
     assert len(pages) > 70
     assert dead == []
+
+
+def test_no_request_leaves_the_site(site: Path) -> None:
+    """The theme's script asks the host of a repository that a link names as its source, and loads mermaid."""
+    for path in site.rglob("*.html"):
+        if "gallery" in path.parts:
+            continue
+        text = path.read_text(encoding="utf-8")
+        assert not [each for each in Page(text).loaded if urlsplit(each).netloc], path
+        assert 'data-md-component="source"' not in text and 'class="mermaid"' not in text, path
+
+
+def test_a_page_that_is_not_there_leads_home(site: Path) -> None:
+    page = Page((site / "404.html").read_text(encoding="utf-8"))
+    assert {"/preamp/index.html", "/preamp/get-started/"} <= set(page.links)
+    assert (site / "get-started" / "index.html").exists() and (site / "pictures" / "favicon.svg").exists()
+
+
+def test_findings_have_their_names_in_the_sidebar(site: Path) -> None:
+    text = (site / "findings" / "index.html").read_text(encoding="utf-8")
+    for path in sorted((ROOT / "docs" / "findings").glob("PA*.md")):
+        name = path.read_text(encoding="utf-8").splitlines()[0].removeprefix("# ")
+        assert re.search(rf"<span[^>]*>\s*{re.escape(name)}", text), name
+
+
+def test_classes_show_how_they_are_made_and_from_what(site: Path) -> None:
+    def told(page: str) -> str:
+        text = (site / "reference" / page / "index.html").read_text(encoding="utf-8")
+        return re.sub(r"\s+", " ", re.sub(r"<[^>]+>", "", text))
+
+    assert re.search(r"DynamicScale\( ?init_scale: float = 2.0\*\*16, growth_factor: float = 2.0", told("scaling"))
+    assert "Bases: torch.amp.GradScaler" in told("scaling") and "[2^-126, 2^127]" in told("scaling")
+    assert "Bases: preamp.optim.FusedOptimizer" in told("optim") and "names_for" not in told("optim")
+    session = told("session")
+    assert re.search(r"level \( ?str \| None, default: None ?\)", session) and "_NOT_GIVEN" not in session
 
 
 def test_examples_in_the_reference_are_code(site: Path) -> None:
