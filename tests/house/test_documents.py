@@ -14,6 +14,8 @@ import yaml
 from markdown.extensions.toc import slugify
 from tools import docs, docs_results, docs_site
 
+import preamp
+
 from ..session.toys import batch, mlp
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -109,8 +111,6 @@ def test_links_lead_somewhere() -> None:
 
 @pytest.mark.parametrize("module", ["preamp.rules", "preamp.autocast._region", "preamp.report.table"])
 def test_doctests(module: str) -> None:
-    import preamp
-
     globs = {"preamp": preamp, "torch": torch, **vars(importlib.import_module(module))}
     result = doctest.testmod(importlib.import_module(module), extraglobs=globs)
     assert result.attempted and not result.failed
@@ -119,11 +119,26 @@ def test_doctests(module: str) -> None:
 def test_the_citation_names_what_is_published() -> None:
     told = yaml.safe_load((ROOT / "CITATION.cff").read_text(encoding="utf-8"))
     project = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
-    assert told["cff-version"] == "1.2.0" and {"message", "title"} <= told.keys() and "version" not in told
+    assert told["cff-version"] == "1.2.0" and {"message", "title"} <= told.keys()
+    assert told["version"] == preamp.__version__
+    changelog = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
+    released = re.search(rf"^## \[{re.escape(preamp.__version__)}\] - (\S+)", changelog, re.MULTILINE)
+    assert str(told.get("date-released")) == (released[1] if released else "None")
     assert all(f'"{author["name"]}"' in project for author in told["authors"])
     for key, name in (("url", "Homepage"), ("repository-code", "Repository")):
         assert f'{name} = "{told[key]}"' in project
     assert f'license = "{told["license"]}"' in project
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / ".github" / "ISSUE_TEMPLATE").glob("*.yml")), ids=lambda p: p.name)
+def test_templates_of_issues_are_forms(path: Path) -> None:
+    told = yaml.safe_load(path.read_text(encoding="utf-8"))
+    if path.stem == "config":
+        assert all({"name", "url", "about"} == link.keys() for link in told["contact_links"])
+        return
+    assert told["name"] and told["description"]
+    assert all(each["type"] in ("input", "textarea") and each["attributes"]["label"] for each in told["body"])
+    assert len({each["id"] for each in told["body"]}) == len(told["body"])
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / ".github" / "workflows").glob("*.yml")), ids=lambda p: p.name)
