@@ -2,7 +2,7 @@
 
 A training loop with it:
 
-    session = preamp.prepare(model, optimizer, level="O2")
+    session = preamp.prepare(model, optimizer, level="O4")
     for x, y in loader:
         with session.autocast():
             loss = loss_fn(model(x), y)

@@ -116,6 +116,14 @@ def test_doctests(module: str) -> None:
     assert result.attempted and not result.failed
 
 
+def test_the_sidebar_calls_pages_what_they_call_themselves() -> None:
+    told = re.findall(r"^ +- ([^:\n]+): (\S+\.md)$", (ROOT / "mkdocs.yml").read_text(encoding="utf-8"), re.MULTILINE)
+    pages = {ROOT / "docs" / page: name for name, page in told if name != "Home"}
+    own = {path: path.read_text(encoding="utf-8").splitlines()[0] for path in pages if path.exists()}
+    assert len(own) > 50
+    assert {path: name for path, name in own.items() if name != f"# {pages[path]}"} == {}
+
+
 def test_the_citation_names_what_is_published() -> None:
     told = yaml.safe_load((ROOT / "CITATION.cff").read_text(encoding="utf-8"))
     project = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
