@@ -25,9 +25,13 @@ Gradients = Sequence[Tensor | None]
 
 
 class Agreement:
-    """Agreement of the ranks that hold parts of these parameters; `group`: ranks whose plain parameters differ.
+    """Agreement of the ranks that hold parts of these parameters.
 
     All of them have to call the same methods in the same order, also a rank without gradients.
+
+    Args:
+        parameters: DTensors, plain tensors, or both.
+        group: The ranks whose plain parameters differ; None where they are the same on all.
     """
 
     def __init__(self, parameters: Sequence[Tensor], group: Any = None) -> None:
@@ -48,9 +52,14 @@ class Agreement:
 
     @torch.no_grad()
     def read(self, gradients: Gradients) -> Reading:
-        """`kernels.read` over all ranks; one gradient, or None, for each parameter.
+        """Whether gradients are finite, and their L2 norm, over all ranks.
 
-        `nonfinite` is of the gradients that exist. With a `group` it covers only this rank and its mesh.
+        Args:
+            gradients: One, or None, for each parameter.
+
+        Returns:
+            `found`, `norm` and `nonfinite`; the last is of the gradients that exist, and with a `group` only of this
+                rank and its mesh.
         """
         own = [
             read([held_here(g) for i in indices if (g := gradients[i]) is not None], device=self._device)
@@ -80,7 +89,7 @@ class Agreement:
 
     @torch.no_grad()
     def norm(self, gradients: Gradients, order: float = 2.0) -> Tensor:
-        """`kernels.global_norm` over all ranks: 0-d float32."""
+        """The norm of the gradients over all ranks: 0-d float32. `order`: of the norm, as in `torch.linalg.norm`."""
         largest = math.isinf(order)
         parts: list[Tensor] = []
         for meshes, indices in self._classes.items():

@@ -246,8 +246,11 @@ class Loading(Optimizer):
 def float32_states(state_dict: Mapping[str, Any]) -> dict[str, Any]:
     """A state_dict of an optimizer with `states="8bit"` whose moments are float32, as any other Adam has them.
 
-    What is not in 8 bits is as it was. `OptimizerError` for what is no optimizer's state_dict, and for codes and scales
-    that do not fit each other.
+    Args:
+        state_dict: Of any optimizer; what is not in 8 bits is as it was.
+
+    Raises:
+        OptimizerError: For what is no optimizer's state_dict, and for codes and scales that do not fit each other.
 
     >>> torch.optim.AdamW(params).load_state_dict(preamp.optim.float32_states(optimizer.state_dict()))
     """
