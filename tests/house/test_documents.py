@@ -93,6 +93,17 @@ def test_figures_of_the_story_about_cpus_are_cells_of_its_page() -> None:
     assert set(numbers) <= known
 
 
+def test_figures_that_begin_the_page_of_the_step_are_cells_of_its_tables() -> None:
+    """Perhaps rounded: 10.48 is told as 10.5."""
+    bullets = re.findall(
+        r"^\* \*\*.*?(?=\n\n|\n\*)", (ROOT / "docs/step.md").read_text("utf-8"), re.MULTILINE | re.DOTALL
+    )
+    known = {cell for line in section("step.md#measured") for cell in cells(line) if re.fullmatch(r"\d+\.\d+", cell)}
+    told = {number for bullet in bullets[:3] for number in re.findall(r"\d+\.\d+", bullet)}
+    assert len(told) > 7
+    assert not {n for n in told if not any(f"{float(cell):.{len(n.partition('.')[2])}f}" == n for cell in known)}
+
+
 def test_the_doctors_report_in_the_gallery_has_the_overflow() -> None:
     """The picture on the first pages is of it; on another processor the script's numbers are others."""
     report = (ROOT / "docs" / "gallery" / "doctor.html").read_text(encoding="utf-8")
