@@ -88,7 +88,6 @@ def sweep(
         PreampError: For arguments out of range, an empty loader, and when every step was skipped.
 
     >>> curve = preamp.lr_finder.sweep(session, loader, lambda batch: loss_fn(model(batch[0]), batch[1]))
-    >>> curve.valley
     """
     if not 0 < start_lr < end_lr or not math.isfinite(end_lr):
         raise PreampError(f"a sweep needs 0 < start_lr < end_lr; got {start_lr!r} and {end_lr!r}")

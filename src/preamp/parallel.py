@@ -54,12 +54,10 @@ class Agreement:
     def read(self, gradients: Gradients) -> Reading:
         """Whether gradients are finite, and their L2 norm, over all ranks.
 
+        `nonfinite` is of the gradients that exist; with a `group` it covers only this rank and its mesh.
+
         Args:
             gradients: One, or None, for each parameter.
-
-        Returns:
-            `found`, `norm` and `nonfinite`; the last is of the gradients that exist, and with a `group` only of this
-                rank and its mesh.
         """
         own = [
             read([held_here(g) for i in indices if (g := gradients[i]) is not None], device=self._device)

@@ -35,9 +35,6 @@ class Adam(RoundedOptimizer):
             DTensors only those whose rows are whole blocks of 256, so that any number of ranks can resume.
         seed: Of stochastic rounding, which it makes reproducible.
 
-    Raises:
-        OptimizerError: For hyper-parameters out of range; a ValueError, too.
-
     >>> optimizer = preamp.optim.Adam(model.parameters(), lr=1e-3, master="split")
     """
 

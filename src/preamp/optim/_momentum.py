@@ -31,11 +31,6 @@ class Lion(_OneMoment):
     of AdamW's learning rate, and three to ten times its weight decay, are usual. `master`, `rounding` and `seed` are
     those of `Adam`.
 
-    Args:
-        lr: The length of a step in each weight.
-        betas: Weights of the past: in the direction of a step, and in the moment.
-        weight_decay: The share of a weight that a step takes off, in units of `lr`.
-
     >>> optimizer = preamp.optim.Lion(model.parameters(), lr=1e-4, weight_decay=0.1)
     """
 
@@ -72,9 +67,6 @@ class Muon(_OneMoment):
 
     Args:
         adjust_lr_fn: None or "original", or "match_rms_adamw", with which AdamW's learning rate and weight decay fit.
-
-    Raises:
-        OptimizerError: For hyper-parameters out of range, and for parameters that are no matrices; a ValueError, too.
 
     >>> muon = preamp.optim.Muon(matrices, lr=0.02)
     >>> session = preamp.prepare(model, [muon, preamp.optim.AdamW(others)], level="O5")

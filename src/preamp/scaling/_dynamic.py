@@ -114,9 +114,6 @@ class DynamicScale(Moving):
         max_scale: The most it can be; None for 2^127.
         patience: Skipped steps in a row after which the session raises `ScaleCollapse`; None for never.
 
-    Raises:
-        ScaleError: For anything out of range.
-
     >>> session = preamp.prepare(model, optimizer, level="O1", scale=preamp.DynamicScale(growth_interval=500))
     """
 

@@ -53,9 +53,6 @@ class GradScaler(torch.amp.GradScaler):
         schedule: "backoff", "hysteresis", or a loss scale of yours (`HysteresisScale(...)`), which then holds the start
             and the factors; its state is in the state_dict.
 
-    Raises:
-        ScaleError: For arguments out of range.
-
     >>> scaler = preamp.GradScaler("cuda", min_scale=1.0)
     """
 
