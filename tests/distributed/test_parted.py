@@ -37,7 +37,7 @@ MAKERS: dict[str, Callable[..., Any]] = {
 }
 CASES = [
     ("O0", "torch SGD"), ("O1", "SGD"), ("O2", "torch AdamW"), ("O3", "torch SGD"), ("O4", "torch SGD"),
-    *[("O5", maker) for maker in ("SGD", "torch AdamW", "AdamW, split", "AdamW, split, 8 bits", "SGD, split24", "LAMB")],
+    *[("O5", maker) for maker in MAKERS if maker != "torch SGD"],
 ]  # fmt: skip
 SEQUENCE_CASES = [("O0", "torch AdamW"), ("O1", "LAMB"), ("O2", "SGD"), ("O5", "AdamW, split")]
 

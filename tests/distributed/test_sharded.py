@@ -353,7 +353,9 @@ def test_after_uneven_inputs_ranks_go_on_alike(told: list[dict[str, Any]], level
     assert first["steps"] == 5
 
 
-@pytest.mark.parametrize(("master", "dtype"), [("float32", "torch.float32"), ("split", "torch.int16"), ("split24", "torch.int8")])
+@pytest.mark.parametrize(
+    ("master", "dtype"), [("float32", "torch.float32"), ("split", "torch.int16"), ("split24", "torch.int8")]
+)
 def test_an_optimizer_keeps_masters_of_16_bit_shards(told: list[dict[str, Any]], master: str, dtype: str) -> None:
     assert all(each[f"16-bit shards, {master}"] == {"same": True, "dtype": dtype} for each in told)
 
