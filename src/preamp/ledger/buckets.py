@@ -48,6 +48,8 @@ class Bucket:
     """Other parameters that share memory with these."""
     number: int = 0
     """The index of its parameter group."""
+    first: int = 0
+    """The place of its first parameter among all of the optimizer."""
     pick: Callable[[list[Tensor]], Sequence[Tensor]] = list
     """Selects the gradients of its parameters from those of their group."""
 
@@ -91,10 +93,15 @@ Collected = list[tuple[Bucket, list[Tensor]]]
 
 
 class Buckets:
-    """The buckets of an optimizer for the parameters that had gradients when they were made."""
+    """The buckets of an optimizer for the parameters that had gradients when they were made.
 
-    def __init__(self, optimizer: Any, present: Sequence[list[Parameter]], masters: Masters) -> None:
-        self._groups = list(optimizer.param_groups)
+    `present`: these, by group. Unless these are `whole`, other parameters are not looked at.
+    """
+
+    def __init__(
+        self, optimizer: Any, present: Sequence[list[Parameter]], masters: Masters, *, whole: bool = True
+    ) -> None:
+        self._whole, self._groups = whole, list(optimizer.param_groups)
         self._names = list(map(optimizer.state_names, self._groups))
         self._present = list(map(list, present))
         self.all: list[Bucket] = []
@@ -105,6 +112,7 @@ class Buckets:
             for own in _alike(optimizer, group, params, shared):
                 for bucket in _buckets_of(optimizer, group, own, masters):
                     bucket.number, bucket.pick = number, _picker([place[param] for param in bucket.params])
+                    bucket.first = _place_of(bucket.params[0], self._groups)
                     aliases = {other for param in bucket.params for other in shared.get(param, ())}
                     bucket.aliases = list(aliases.difference(bucket.params))
                     self.all.append(bucket)
@@ -122,7 +130,8 @@ class Buckets:
         groups = optimizer.param_groups
         if not _same(self._groups, groups) or self._names != list(map(optimizer.state_names, groups)):
             return None
-        present, gradients = zip(*(present_in(group["params"]) for group in groups), strict=True)
+        looked_at = [group["params"] for group in groups] if self._whole else self._present
+        present, gradients = zip(*map(present_in, looked_at), strict=True)
         if not all(map(_same, self._present, present)) or not self._entries.hold(optimizer):
             return None
         found: Collected = []
@@ -150,6 +159,10 @@ def _picker(places: list[int]) -> Callable[[list[Tensor]], Sequence[Tensor]]:
     """A function that selects the items at `places` from a list."""
     begin, end = places[0], places[0] + len(places)
     return itemgetter(slice(begin, end)) if places == list(range(begin, end)) else itemgetter(*places)
+
+
+def _place_of(param: Parameter, groups: Sequence[dict[str, Any]]) -> int:
+    return next(i for i, p in enumerate(p for group in groups for p in group["params"]) if p is param)
 
 
 def _same(those: Sequence[Any], these: Sequence[Any]) -> bool:

@@ -71,6 +71,10 @@ class Gradients:
             known.leaves = self._masters.leaves_of(every)
         return known
 
+    def follow(self, optimizer: Optimizer) -> None:
+        """Have masters follow parameters of an optimizer that were written from outside."""
+        self._masters.refresh_before_step(self._of(optimizer).leaves)
+
     def others_have_masters(self) -> None:
         """Forget what is known of parameters: some have got masters, or another dtype."""
         self._known.clear()

@@ -71,7 +71,7 @@ class FusedOptimizer(Loading):
         self.check_options({**self.defaults, "params": []})  # also where each group has its own
 
     def _prepare(self) -> None:
-        self._buckets: Buckets | None = None
+        self._buckets: dict[Parameter | None, Buckets] = {}
         self._handed: _Handed | None = None
         self._masters = self._own_masters()
         self._lent = False
@@ -138,11 +138,29 @@ class FusedOptimizer(Loading):
         if collected is None or closure is not None or self.is_hooked:
             collected = self.collect_anew()
         self._before_buckets(collected, factor)
+        self._step_collected(collected, factor, found)
+        return loss
+
+    def _step_collected(self, collected: Collected, factor: Tensor | None, found: Tensor | None) -> None:
         for bucket, gradients in collected:
             bucket.begin_step(self._masters)
             self._advance(bucket, gradients, factor, found)
             bucket.end_step(self._masters)
-        return loss
+
+    @property
+    def steps_alone(self) -> bool:
+        """Whether the step of a parameter depends on no gradient but its own."""
+        return type(self)._before_buckets is FusedOptimizer._before_buckets
+
+    @torch.no_grad()
+    def step_alone(self, param: Parameter, found: Tensor) -> None:
+        """Step one parameter, unless `found` (0-d float32) is above 0, while gradients of others are to come.
+
+        Its true gradient is taken as it is. Hooks of `step` are not called.
+        """
+        on_cpu = found.device.type == "cpu"
+        if not on_cpu or found.item() == 0:
+            self._step_collected(self.collect_anew(param), None, None if on_cpu else found)
 
     def step_with(
         self, *args: Any, factor: Tensor | None, found: Tensor | None, collected: Collected | None, **kwargs: Any
@@ -164,16 +182,21 @@ class FusedOptimizer(Loading):
 
         None if that saves nothing, or if the present buckets are out of date.
         """
-        if self._buckets is None or not self._buckets.readable or self.is_hooked:
+        known = self._buckets.get(None)
+        if known is None or not known.readable or self.is_hooked:
             return None
-        return self._buckets.collect(self)
+        return known.collect(self)
 
-    def collect_anew(self) -> Collected:
-        """Collect gradients in the lists of the step, and make buckets anew that are out of date."""
-        found = None if self._buckets is None else self._buckets.collect(self)
+    def collect_anew(self, alone: Parameter | None = None) -> Collected:
+        """Collect gradients in the lists of the step, and make buckets anew that are out of date.
+
+        `alone`: of this parameter only.
+        """
+        known = self._buckets.get(alone)
+        found = None if known is None else known.collect(self)
         if found is None:
-            self._buckets = self._bucketed()
-            found = self._buckets.collect(self)
+            known = self._buckets[alone] = self._bucketed(alone)
+            found = known.collect(self)
             assert found is not None, "buckets that were made just now"
         return found
 
@@ -245,8 +268,11 @@ class FusedOptimizer(Loading):
         return when
 
     @torch.inference_mode(False)  # states last
-    def _bucketed(self) -> Buckets:
-        present = [present_in(group["params"])[0] for group in self.param_groups]
+    def _bucketed(self, alone: Parameter | None) -> Buckets:
+        params = [group["params"] for group in self.param_groups]
+        if alone is not None:
+            params = [[param for param in own if param is alone] for own in params]
+        present = [present_in(own)[0] for own in params]
         for param in (param for params in present for param in params):
             self._check(param)
             if not self._lent and self.is_mastered(param) and param not in self._masters:
@@ -259,7 +285,7 @@ class FusedOptimizer(Loading):
                     "resized after its master was made. Make an optimizer, and prepare, of what it is now"
                 )
         self.counts = {param: steps for param, steps in self.counts.items() if param in self.state}
-        buckets = Buckets(self, present, self._masters)
+        buckets = Buckets(self, present, self._masters, whole=alone is None)
         if not self._lent:
             for bucket in buckets.all:
                 for param in bucket.params if bucket.leaves is not None else ():
@@ -298,7 +324,7 @@ class FusedOptimizer(Loading):
         States that a session without masters had in 16 bits are float32 then, as a step with masters needs them.
         """
         self._masters, self._lent = (self._own_masters(), False) if masters is None else (masters, True)
-        self._buckets = None
+        self._buckets.clear()
         for parameter, state in self.state.items():
             state.pop(self._master_key, None)
             for name, value in state.items() if masters is None else ():

@@ -72,10 +72,10 @@ class LAMB(FusedOptimizer):
         """Compute the norm that `max_grad_norm` limits: that of all groups together."""
         gradients = [gradient for _, own in collected for gradient in own]
         if any(bucket.sharded for bucket, _ in collected):
-            assert self._buckets is not None
-            if self._agreed is None or self._agreed[0] is not self._buckets:
+            buckets = self._buckets[None]
+            if self._agreed is None or self._agreed[0] is not buckets:
                 params = [param for bucket, _ in collected for param in bucket.params]
-                self._agreed = self._buckets, Agreement(params)
+                self._agreed = buckets, Agreement(params)
             norm = self._agreed[1].norm(gradients)
         else:
             norm = global_norm(gradients)

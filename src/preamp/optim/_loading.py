@@ -38,7 +38,7 @@ class Loading(Optimizer):
     counts_steps = True
     _masters: Masters
     _lent: bool
-    _buckets: Buckets | None
+    _buckets: dict[Parameter | None, Buckets]
 
     kept: tuple[str, ...] = ()
     """Names of all states that it may have."""
@@ -236,7 +236,7 @@ class Loading(Optimizer):
         super().__setstate__(state)
         if "_buckets" not in self.__dict__:  # unpickled, or copied
             self._prepare()
-        self._buckets = None
+        self._buckets.clear()
         for param, own in self.state.items():
             for name, value in own.items():
                 if isinstance(value, _Kept):

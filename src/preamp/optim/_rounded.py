@@ -33,7 +33,9 @@ class RoundedOptimizer(FusedOptimizer):
         super().__init__(params, defaults, master)
 
     def _options(self, bucket: Bucket, **more: Any) -> Any:
-        return super()._options(bucket, stochastic_rounding=self.rounding == "stochastic", seed=self.seed, **more)
+        # random numbers depend on the place in a bucket, and buckets must not share them
+        seed = self.seed + (bucket.first << 31)
+        return super()._options(bucket, stochastic_rounding=self.rounding == "stochastic", seed=seed, **more)
 
     def state_dtype(self, name: str, param: Parameter) -> torch.dtype:
         """The dtype of a state: float32 also for weights that are rounded stochastically."""

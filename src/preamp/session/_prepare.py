@@ -33,6 +33,7 @@ from ..sharding import flat_group, reshard
 from ._checks import named_parameters
 from ._losses import Losses, named_values
 from ._prepared import remember
+from ._released import check_release
 from ._session import Session
 from ._step import SKIPS
 
@@ -58,6 +59,7 @@ def prepare(
     scale: float | str | LossScale | Mapping[str, float | str | LossScale] | None = None,
     skip: str = "auto",
     group: Any = None,
+    release_gradients: bool = False,
     **overrides: Any,
 ) -> Session:
     """Bring a model and its optimizer under a level or policy, in place, and return the session that trains them.
@@ -79,6 +81,9 @@ def prepare(
             whether gradients are finite, and on their norm; gradients may come from the loss of another stage, which
             scales it. DTensors (FSDP2, tensor parallelism) need no group; under DistributedDataParallel gradients are
             the same anyway.
+        release_gradients: Step each parameter as soon as its gradient is complete, and free that gradient. Only
+            without a loss scale (O4, O5), without accumulation and clipping by the norm, and with `preamp.optim`. A
+            gradient that is not finite skips its own parameter.
         **overrides: Single fields of the policy: `norms="fp16"`, `modules={"head": "full"}`.
 
     Raises:
@@ -104,8 +109,10 @@ def prepare(
     chosen, why = _choose_policy(level, policy, device_type, overrides)
     scales = _scales(chosen, losses, scale)
     _check_wrapping(models, chosen)
+    if release_gradients:
+        check_release(models.values(), optimizers, scales, group)
     plain = chosen.params is torch.float32 and all(each.kind == "none" for each in scales.values())
-    shares = _share(models, optimizers, plain)
+    shares = _share(models, optimizers, plain and not release_gradients)
     masters = masters_for(chosen, optimizers.values())
     conversions: list[Conversion] = []
     stepped = {p for each in optimizers.values() for p in parameters_of(each)} if optimizers else None
@@ -120,7 +127,7 @@ def prepare(
         group = flat_group(models.values()) if group is None else group
         session = Session(
             models, optimizers, chosen, Losses(scales), masters, conversions, device_type, skip, group, given, earlier,
-            shares, why,
+            shares, why, release_gradients,
         )  # fmt: skip
     except BaseException:
         for conversion in conversions:

@@ -21,6 +21,7 @@ from ..frameworks import unwrap
 from ..kernels import Reading, clip_values_
 from ..ledger import Gradients, Masters, clear_gradients, gradients_of
 from ..modules import Conversion
+from ..optim import FusedOptimizer
 from ..policy import Policy
 from ..sharding import flat_group, is_sharded, sharded_parts
 from ._capture import CapturedStep, Rates
@@ -43,6 +44,7 @@ from ._losses import Losses, PendingScales
 from ._memory import Memory, memory_of
 from ._order import BackwardPass, CallOrder
 from ._regions import FullPrecision, Joining, OpenRegions, SessionRegion, held_kernels, not_synchronised, warn_outside
+from ._released import Released
 from ._report import Skips, StepReport
 from ._step import OptimizerSteps
 
@@ -71,6 +73,7 @@ class Session:
         earlier: Mapping[nn.Parameter, Tensor] | None = None,
         shares: bool = False,
         why: str | None = None,
+        release: bool = False,
     ) -> None:
         self.policy = policy
         """The policy in force."""
@@ -97,6 +100,7 @@ class Session:
         self._shards = list(named_parameters(models)) if self._sharded else None
         self._attempts, self._closed, self._in_regions = 0, False, False
         self._joining = Joining(own, self._models, self._conversions, self._gradients)
+        self._released = Released([o for o in own if isinstance(o, FusedOptimizer)], full) if release else None
         self._gradients.carry(earlier or {})
         # released by close(), or with a session that is lost before it
         self._release_kernels = weakref.finalize(self, held_kernels(policy, device_type))
@@ -127,6 +131,8 @@ class Session:
         if torch.is_grad_enabled() and not self._full.depth and self._joining.thread in (None, threading.get_ident()):
             self._gradients.rest()
             self._joining()
+            if self._released is not None:
+                self._released.watch()
 
     @contextmanager
     def full_precision(self, *, values_only: bool = False) -> Iterator[None]:
@@ -184,6 +190,8 @@ class Session:
         """
         name = self._begin_backward(loss, name)
         if not sync:
+            if self._released is not None:
+                self._released.refuse("backward(sync=False)")
             check_no_sync(self._models.values())
         if kwargs.get("inputs") is not None:
             kwargs["inputs"] = self._masters.inputs(kwargs["inputs"])
@@ -210,6 +218,8 @@ class Session:
             warn_outside(loss, self.policy, self._full)
         if not self._full.counted():
             self._gradients.rest()
+        for each in self._optimizers.values() if self._released is not None else ():
+            self._gradients.follow(each)
         self._order.check_backward(self._models if not self._attempts and self.policy.params in LOW_DTYPES else None)
         self._settle(name)
         if self._losses.scaled:
@@ -259,6 +269,8 @@ class Session:
         Until `step`, parameters with masters hold their masters, so that `.grad` has the dtype of the parameter.
         """
         self._check_open()
+        if self._released is not None:
+            self._released.refuse("unscale_()")
         for each in selected(self._optimizers, optimizer):
             self._read(each)
             self._gradients.make_true(each)
@@ -280,6 +292,8 @@ class Session:
         """
         self._check_open()
         chosen = selected(self._optimizers, optimizer)
+        if self._released is not None:
+            self._released.refuse("clip_grad_norm_()")
         self._order.check_clip("clip_grad_norm_", chosen, self._shares)
         for each in chosen:
             self._read(each)
@@ -295,6 +309,8 @@ class Session:
         """
         self._check_open()
         chosen = selected(self._optimizers, optimizer)
+        if self._released is not None:
+            self._released.refuse("clip_grad_value_()")
         self._order.check_clip("clip_grad_value_", chosen)
         self.unscale_(optimizer)
         for each in chosen:
@@ -330,9 +346,30 @@ class Session:
         """
         self._check_open()
         chosen = selected(self._optimizers, optimizer)
+        if self._released:
+            self._pending.all_ran()
         ran = self._order.check_step(chosen, self._attempts)
         scale = self._losses[ran[0]].current(self._gradients.device)
         self._masters.step = self._attempts
+        take = self._take_steps if self._released is None else self._released.finish
+        parameters, read, norm, host_skipped = take(chosen)
+        self._order.stepped(chosen)
+        warn_rounded(self._masters)
+        names = functools.partial(names_of, parameters, self._named)
+        self.last_step = report = StepReport(self._attempts, read.found, scale, norm, read.nonfinite, names)
+        self._losses.skips.count(self._attempts, read.found, host_skipped)
+        self._attempts += 1
+        self._pending.stepped(chosen, read, host_skipped)
+        if len(chosen) == len(self._optimizers):
+            self._settle(None)
+        return report
+
+    def _take_steps(self, chosen: Sequence[Optimizer]) -> tuple[list[nn.Parameter], Reading, Tensor, bool | None]:
+        """Step optimizers, each unless its gradients are not finite.
+
+        Returns the parameters with gradients, what was read of these, their true norm, and whether an optimizer
+        skipped (None: only the device knows).
+        """
         # of several not: a hook around the step of one may change the gradients of another after they were copied
         readings = [self._read(each, steps_next=len(chosen) == 1) for each in chosen]
         norm = self._gradients.norm_of_all(chosen)
@@ -349,18 +386,8 @@ class Session:
             for each in chosen:
                 self._gradients.forget(each)
             self._reshard()  # weights that an evaluation since backward has gathered are out of date
-        self._order.stepped(chosen)
-        warn_rounded(self._masters)
         read = functools.reduce(Reading.merged, readings)
-        names = functools.partial(names_of, parameters, self._named)
-        self.last_step = report = StepReport(self._attempts, read.found, scale, norm, read.nonfinite, names)
-        host_skipped = None if None in skipped else any(skipped)
-        self._losses.skips.count(self._attempts, read.found, host_skipped)
-        self._attempts += 1
-        self._pending.stepped(chosen, read, host_skipped)
-        if len(chosen) == len(self._optimizers):
-            self._settle(None)
-        return report
+        return parameters, read, norm, None if None in skipped else any(skipped)
 
     @uncompiled
     def zero_grad(self, set_to_none: bool = True, *, optimizer: Optimizer | None = None) -> None:
@@ -398,6 +425,8 @@ class Session:
         ...     loss = step(x, y)
         """
         self._check_open()
+        if self._released is not None:
+            self._released.refuse("capture()")
         return CapturedStep(self, function, warmup)
 
     def _replayed(self, steps: int) -> None:
@@ -484,6 +513,8 @@ class Session:
         torch.clear_autocast_cache()
         self._full.leave()
         self._order.close()
+        if self._released is not None:
+            self._released.close()
         true = self._true_gradients()
         self._steps.close()
         self._reshard()
