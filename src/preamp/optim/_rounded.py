@@ -21,6 +21,7 @@ class RoundedOptimizer(FusedOptimizer):
     """
 
     master_kinds: tuple[str | None, ...] = ("float32", "split", "split24", None)
+    rounding, seed = "nearest", 0
 
     def __init__(self, params: Any, defaults: dict[str, Any], master: str | None, rounding: str, seed: int) -> None:
         if rounding not in ("nearest", "stochastic") or (rounding == "stochastic" and master is not None):

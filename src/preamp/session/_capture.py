@@ -21,6 +21,8 @@ from ..kernels.triton.tables import ready_for_capture
 from ..ledger import Gradients, parameters_of
 from ..optim import FusedOptimizer
 from ..tree import map_tensors, tensors
+from ._losses import Losses
+from ._report import StepReport
 from ._step import OptimizerSteps, needs_host
 
 _PLAIN = (bool, int, float, str, type(None), tuple)
@@ -35,14 +37,15 @@ class _Session(Protocol):
     _gradients: Gradients
     _rates: Rates
     _steps: OptimizerSteps
+    _losses: Losses
+    _attempts: int
+    last_step: StepReport | None
 
     @property
     def optimizers(self) -> dict[str, Optimizer]: ...
     @property
     def steps(self) -> int: ...
     def _check_open(self) -> None: ...
-    def _replayed(self, steps: int) -> None: ...
-    def _after_replay(self) -> None: ...
 
 
 class CapturedStep:
@@ -100,13 +103,15 @@ class CapturedStep:
             self.reset()
         if self._graph is not None:
             self._copy_in(args, kwargs)
-            self._session._replayed(self._steps)
+            self._session._attempts += self._steps  # the host's part of steps that a graph takes
+            self._session._losses.replayed(self._steps, lambda: None)
         elif self._may_be_captured(args, kwargs):
             self._capture(args, kwargs)
         else:
             return self._as_written(args, kwargs)
         self._graph.replay()
-        self._session._after_replay()
+        if self._session.last_step is not None:
+            self._session.last_step = self._session.last_step.after_replay(self._session._attempts - 1)
         return map_tensors(Tensor.clone, self._outputs)
 
     def reset(self) -> None:

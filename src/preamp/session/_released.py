@@ -1,4 +1,4 @@
-"""Gradients that are released: each parameter steps as soon as its gradient is complete, and then the gradient is freed.
+"""Gradients that are released: each parameter steps as soon as its gradient is complete, which is then freed.
 
 So a backward pass holds one gradient at a time instead of all. Whatever needs all of them at once cannot be had: a loss
 scale, whose flag says whether to step at all, clipping by the common norm, accumulation. What cannot be is an error at
@@ -24,6 +24,7 @@ from ..optim import FusedOptimizer
 from ..scaling import LossScale
 from ..sharding import flat_group, is_sharded
 from ._regions import FullPrecision
+from ._step import Check, Taken
 
 _HOW = "prepare(..., release_gradients=True) steps each parameter as soon as its gradient has come, and frees that"
 
@@ -95,19 +96,15 @@ class Released:
         optimizer.step_alone(parameter, reading.found)
         parameter.grad = None
 
-    def finish(self, chosen: Sequence[Optimizer]) -> tuple[list[Parameter], Reading, Tensor, bool | None]:
-        """End the steps since the last call, of all optimizers.
-
-        Returns the parameters that had gradients, what was read of these, their norm, and whether any was skipped
-        (None: only the device knows).
-        """
+    def finish(self, chosen: Sequence[Optimizer], check: Check) -> Taken:
+        """End the steps since the last call, of all optimizers. `check`: called before that."""
         if len(chosen) < len(self._optimizers):
             self.refuse("step(optimizer) of one of several optimizers")
-        for optimizer in chosen:
-            optimizer.step()  # without gradients: for hooks, and schedulers, which ask whether it was called
-        torch.clear_autocast_cache()  # of a region that is open still: casts of weights as they were
         parameters, every = list(self._read), list(self._read.values())
         self._read.clear()
+        check(parameters, chosen)
+        for optimizer in chosen:
+            optimizer.step()  # without gradients: for hooks, and schedulers, which ask whether it was called
         home = every[0].found.device
         here = [reading.on(home) for reading in every]
         norm = torch.linalg.vector_norm(torch.stack([reading.norm for reading in here]))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import itertools
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -18,7 +17,7 @@ from ..compiling import traced_by_callers, uncompiled
 from ..errors import SessionError
 from ..formats import LOW_DTYPES
 from ..frameworks import unwrap
-from ..kernels import Reading, clip_values_
+from ..kernels import clip_values_
 from ..ledger import Gradients, Masters, clear_gradients, gradients_of
 from ..modules import Conversion
 from ..optim import FusedOptimizer
@@ -84,7 +83,7 @@ class Session:
         """The report of the last `step`."""
         self._models, self._optimizers = dict(models), dict(optimizers)
         self._losses, self._masters, self._conversions = losses, masters, list(conversions)
-        self._group, self._shares, self._why = group, shares, why
+        self._group, self._shares, self._why, self._attempts = group, shares, why, 0
         own = list(optimizers.values())
         self._gradients = Gradients(masters, own, device_type, group)
         self._pending = PendingScales(losses, self._gradients, own)
@@ -94,11 +93,10 @@ class Session:
         self._order = CallOrder(
             optimizers, self._gradients, masters, losses, self._pending, full, self._steps.others, group, self.is_stage
         )
-        self._regions, self._rates = OpenRegions(), Rates()
+        self._regions, self._rates, self._closed, self._in_regions = OpenRegions(), Rates(), False, False
         self._sharded = any(is_sharded(p) for model in models.values() for p in model.parameters())
         self._parts = [part for model in models.values() for part in sharded_parts(model)]
         self._shards = list(named_parameters(models)) if self._sharded else None
-        self._attempts, self._closed, self._in_regions = 0, False, False
         self._joining = Joining(own, self._models, self._conversions, self._gradients)
         self._released = Released([o for o in own if isinstance(o, FusedOptimizer)], full) if release else None
         self._gradients.carry(earlier or {})
@@ -118,8 +116,8 @@ class Session:
         if self._closed:
             raise SessionError(_CLOSED)
         active = enabled and self.policy.has_regions
-        dtype = self.policy.compute if active else None
         again = functools.partial(Session.autocast, self, enabled)
+        dtype = self.policy.compute if active else None
         return SessionRegion(self.device_type, dtype, active, self._entering, again, self._regions)
 
     @uncompiled
@@ -190,8 +188,7 @@ class Session:
         """
         name = self._begin_backward(loss, name)
         if not sync:
-            if self._released is not None:
-                self._released.refuse("backward(sync=False)")
+            self._needs_gradients("backward(sync=False)")
             check_no_sync(self._models.values())
         if kwargs.get("inputs") is not None:
             kwargs["inputs"] = self._masters.inputs(kwargs["inputs"])
@@ -269,10 +266,9 @@ class Session:
         Until `step`, parameters with masters hold their masters, so that `.grad` has the dtype of the parameter.
         """
         self._check_open()
-        if self._released is not None:
-            self._released.refuse("unscale_()")
+        self._needs_gradients("unscale_()")
         for each in selected(self._optimizers, optimizer):
-            self._read(each)
+            self._steps.read(each)
             self._gradients.make_true(each)
 
     @uncompiled
@@ -292,11 +288,10 @@ class Session:
         """
         self._check_open()
         chosen = selected(self._optimizers, optimizer)
-        if self._released is not None:
-            self._released.refuse("clip_grad_norm_()")
+        self._needs_gradients("clip_grad_norm_()")
         self._order.check_clip("clip_grad_norm_", chosen, self._shares)
         for each in chosen:
-            self._read(each)
+            self._steps.read(each)
         return self._gradients.clip_by_norm(chosen, max_norm, norm_type, at_once=self._shares)
 
     @uncompiled
@@ -309,18 +304,12 @@ class Session:
         """
         self._check_open()
         chosen = selected(self._optimizers, optimizer)
-        if self._released is not None:
-            self._released.refuse("clip_grad_value_()")
+        self._needs_gradients("clip_grad_value_()")
         self._order.check_clip("clip_grad_value_", chosen)
         self.unscale_(optimizer)
         for each in chosen:
             self._gradients.norm(each)
             clip_values_(gradients_of(each), float(clip_value))
-
-    def _read(self, optimizer: Optimizer, steps_next: bool = False) -> Reading:
-        shared = None if optimizer in self._gradients else self._losses.shared
-        inverse = None if shared is None else shared.inverse(self._gradients.device)
-        return self._gradients.read(optimizer, inverse, steps_next)
 
     def memory(self) -> Memory:
         """What this process holds from step to step, in bytes, by kind; `preamp.plan` counts the same beforehand.
@@ -348,11 +337,15 @@ class Session:
         chosen = selected(self._optimizers, optimizer)
         if self._released:
             self._pending.all_ran()
-        ran = self._order.check_step(chosen, self._attempts)
-        scale = self._losses[ran[0]].current(self._gradients.device)
+        name = self._order.check_step(chosen, self._attempts)[0]
+        scale = self._losses[name].current(self._gradients.device)
         self._masters.step = self._attempts
-        take = self._take_steps if self._released is None else self._released.finish
-        parameters, read, norm, host_skipped = take(chosen)
+        take = self._steps.take_all if self._released is None else self._released.finish
+        try:
+            parameters, read, norm, host_skipped = take(chosen, self._check_stepping)
+        finally:
+            torch.clear_autocast_cache()  # of a region that is open still: casts of weights as they were
+            self._reshard()  # weights that an evaluation since backward has gathered are out of date
         self._order.stepped(chosen)
         warn_rounded(self._masters)
         names = functools.partial(names_of, parameters, self._named)
@@ -363,31 +356,6 @@ class Session:
         if len(chosen) == len(self._optimizers):
             self._settle(None)
         return report
-
-    def _take_steps(self, chosen: Sequence[Optimizer]) -> tuple[list[nn.Parameter], Reading, Tensor, bool | None]:
-        """Step optimizers, each unless its gradients are not finite.
-
-        Returns the parameters with gradients, what was read of these, their true norm, and whether an optimizer
-        skipped (None: only the device knows).
-        """
-        # of several not: a hook around the step of one may change the gradients of another after they were copied
-        readings = [self._read(each, steps_next=len(chosen) == 1) for each in chosen]
-        norm = self._gradients.norm_of_all(chosen)
-        parameters = list(itertools.chain.from_iterable(self._gradients[each].parameters for each in chosen))
-        if self.policy.params is torch.float32:
-            check_not_cast(parameters, self._named)
-        self._order.check_gradients(parameters, chosen)
-        skipped: list[bool | None] = []
-        try:
-            for each, reading in zip(chosen, readings, strict=True):
-                skipped.append(self._steps.take(each, reading.found))
-        finally:
-            torch.clear_autocast_cache()  # of a region that is open still: casts of weights as they were
-            for each in chosen:
-                self._gradients.forget(each)
-            self._reshard()  # weights that an evaluation since backward has gathered are out of date
-        read = functools.reduce(Reading.merged, readings)
-        return parameters, read, norm, None if None in skipped else any(skipped)
 
     @uncompiled
     def zero_grad(self, set_to_none: bool = True, *, optimizer: Optimizer | None = None) -> None:
@@ -425,18 +393,8 @@ class Session:
         ...     loss = step(x, y)
         """
         self._check_open()
-        if self._released is not None:
-            self._released.refuse("capture()")
+        self._needs_gradients("capture()")
         return CapturedStep(self, function, warmup)
-
-    def _replayed(self, steps: int) -> None:
-        """Do the host's part of steps that a graph takes."""
-        self._attempts += steps
-        self._losses.replayed(steps, lambda: None)
-
-    def _after_replay(self) -> None:
-        if self.last_step is not None:
-            self.last_step = self.last_step.after_replay(self._attempts - 1)
 
     # -- what there is, and its state
 
@@ -579,6 +537,16 @@ class Session:
             self._full.leave()
         if not self._attempts and not self._sharded:
             check_sharded_late(self._models.values())
+
+    def _needs_gradients(self, call: str) -> None:
+        if self._released is not None:
+            self._released.refuse(call)
+
+    def _check_stepping(self, parameters: Sequence[nn.Parameter], chosen: Sequence[Optimizer]) -> None:
+        """Check the parameters that have gradients, before they are stepped."""
+        if self.policy.params is torch.float32:
+            check_not_cast(parameters, self._named)
+        self._order.check_gradients(parameters, chosen)
 
     def _settle(self, name: str | None) -> None:
         """Update the scale of a loss, or all, from the steps since then."""

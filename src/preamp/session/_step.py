@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
-from functools import cache, wraps
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cache, reduce, wraps
+from itertools import chain
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import Parameter
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from ..errors import SessionError
 from ..formats import LOW_DTYPES
 from ..frameworks import framework_hooks, tell_skipped
+from ..kernels import Reading
 from ..ledger import Gradients, Masters, parameters_of, state_like_parameters
 from ..modules import Conversion
 from ..optim import FusedOptimizer
@@ -24,6 +27,13 @@ from ._checks import check_own_step, check_step_of_another
 from ._losses import Losses, PendingScales
 from ._others import OtherLeaves
 from ._regions import FullPrecision
+
+Check = Callable[[Sequence[Parameter], Sequence[Optimizer]], None]
+"""Checks the parameters with gradients that some optimizers are about to step."""
+
+Taken = tuple[list[Parameter], Reading, Tensor, bool | None]
+"""The parameters that had gradients, what was read of these, their true norm, and whether an optimizer skipped (None:
+only the device knows)."""
 
 SKIPS = ("auto", "host", "device")
 """The values of `skip`: who decides whether an optimizer that takes no flag steps."""
@@ -91,6 +101,28 @@ class OptimizerSteps:
 
         setattr(optimizer, name, run)
         return run, before
+
+    def read(self, optimizer: Optimizer, steps_next: bool = False) -> Reading:
+        """Read an optimizer's gradients, once a step (`Gradients.read`)."""
+        shared = None if optimizer in self._gradients else self._losses.shared
+        inverse = None if shared is None else shared.inverse(self._gradients.device)
+        return self._gradients.read(optimizer, inverse, steps_next)
+
+    def take_all(self, chosen: Sequence[Optimizer], check: Check) -> Taken:
+        """Step optimizers, each unless its gradients are not finite. `check`: called before the first."""
+        # of several not: a hook around the step of one may change the gradients of another after they were copied
+        readings = [self.read(each, steps_next=len(chosen) == 1) for each in chosen]
+        norm = self._gradients.norm_of_all(chosen)
+        parameters = list(chain.from_iterable(self._gradients[each].parameters for each in chosen))
+        check(parameters, chosen)
+        skipped: list[bool | None] = []
+        try:
+            for each, reading in zip(chosen, readings, strict=True):
+                skipped.append(self.take(each, reading.found))
+        finally:
+            for each in chosen:
+                self._gradients.forget(each)
+        return parameters, reduce(Reading.merged, readings), norm, None if None in skipped else any(skipped)
 
     def take(self, optimizer: Optimizer, found: Tensor) -> bool | None:
         """Step unless `found`; returns whether it skipped, or None when only the device knows."""

@@ -31,7 +31,7 @@ class FusedAdam(ApexOptimizer, Adam):
     Raises RuntimeError for `amsgrad=True`, ValueError for sparse gradients and hyper-parameters out of range.
     """
 
-    states, rounding, seed = "float32", "nearest", 0
+    states = "float32"
     multi_tensor_adam = staticmethod(_amp_c.multi_tensor_adam)
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
