@@ -16,7 +16,7 @@ from torch.nn import Parameter
 from torch.utils.checkpoint import checkpoint
 
 import preamp
-from preamp.errors import PolicyError, ScaleCollapse, SessionError
+from preamp.errors import OptimizerError, PolicyError, ScaleCollapse, SessionError
 from preamp.optim import LAMB, SGD, Adagrad, AdamW, Lion
 
 from ..rows import over
@@ -355,3 +355,38 @@ def test_full_precision_inside_steps_nothing_and_close_lets_go() -> None:
     del session
     gc.collect()
     assert lost() is None
+
+
+def test_sparse_gradients_are_the_optimizers_error(prepare: Callable[..., preamp.Session]) -> None:
+    model = nn.Sequential(nn.Embedding(10, 4, sparse=True), nn.Linear(4, 2))
+    session = prepare(model, SGD(model.parameters(), 0.1), "O4")
+    before = weights(model[0])
+    with session.autocast():
+        loss = model(torch.tensor([1, 1, 3])).sum()
+    with pytest.raises(OptimizerError, match="sparse"):
+        session.backward(loss)
+    assert same(before, weights(model[0]))
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_a_model_whose_gradients_are_exchanged_is_refused(when: str) -> None:
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    try:
+        model = mlp()
+        optimizer = SGD(model.parameters(), 0.1)
+        if when == "before":
+            with pytest.raises(SessionError, match="exchanged"):
+                preamp.prepare(
+                    nn.parallel.DistributedDataParallel(model), optimizer, level="O4", release_gradients=True
+                )
+            return
+        with preamp.prepare(model, optimizer, level="O4", release_gradients=True) as session:
+            wrapped = nn.parallel.DistributedDataParallel(model)
+            before = weights(model)
+            with session.autocast():
+                loss = loss_of(wrapped, 0)
+            with pytest.raises(SessionError, match="exchanged"):
+                session.backward(loss)
+            assert same(before, weights(model))
+    finally:
+        torch.distributed.destroy_process_group()

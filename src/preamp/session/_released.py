@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 
 from ..errors import PolicyError, SessionError
 from ..kernels import Reading, read
-from ..ledger import gradients_of, parameters_of
+from ..ledger import gradients_of, parameters_of, wrappers_of
 from ..optim import FusedOptimizer
 from ..scaling import LossScale
 from ..sharding import flat_group, is_sharded
@@ -27,6 +27,11 @@ from ._regions import FullPrecision
 from ._step import Check, Taken
 
 _HOW = "prepare(..., release_gradients=True) steps each parameter as soon as its gradient has come, and frees that"
+
+_EXCHANGED = (
+    f"{_HOW} before DistributedDataParallel or fully_shard has exchanged it with other ranks: leave it out there. "
+    "Ranks that shard the model keep a shard of each gradient"
+)
 
 
 def check_release(
@@ -52,10 +57,7 @@ def check_release(
     for model in models:
         shards = flat_group([model]) is not None or any(map(is_sharded, model.parameters()))
         if shards or isinstance(model, DistributedDataParallel):
-            raise SessionError(
-                f"{_HOW} before {type(model).__name__} has exchanged it with other ranks: leave it out there. "
-                "fully_shard() without it keeps a shard of each gradient"
-            )
+            raise SessionError(_EXCHANGED)
     if not optimizers:
         raise SessionError(f"{_HOW}: give prepare() the optimizer")
 
@@ -67,6 +69,7 @@ class Released:
         self._optimizers, self._full = optimizers, full
         self._hooks: dict[Parameter, Any] = {}
         self._read: dict[Parameter, Reading] = {}
+        self._looked = False
         self.watch()
 
     def __bool__(self) -> bool:
@@ -92,7 +95,10 @@ class Released:
                 "release_gradients=True has stepped and freed the first: gradients cannot be accumulated. Write "
                 "session.step() after each backward pass, or take larger batches"
             )
-        reading = self._read[parameter] = read([gradient])
+        if not self._looked and wrappers_of(set(self._hooks)):
+            raise SessionError(_EXCHANGED)
+        self._looked = True
+        reading = self._read[parameter] = read([gradient.coalesce() if gradient.is_sparse else gradient])
         optimizer.step_alone(parameter, reading.found)
         parameter.grad = None
 
