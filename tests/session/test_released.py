@@ -390,3 +390,22 @@ def test_a_model_whose_gradients_are_exchanged_is_refused(when: str) -> None:
             assert same(before, weights(model))
     finally:
         torch.distributed.destroy_process_group()
+
+
+@pytest.mark.parametrize("then", ["the next batch", "zero_grad"])
+def test_a_pass_that_was_interrupted_is_given_up(prepare: Callable[..., preamp.Session], then: str) -> None:
+    model = mlp()
+    session = prepare(model, SGD(model.parameters(), 0.1), "O5")
+
+    def interrupted(_: Tensor) -> None:
+        raise KeyboardInterrupt
+
+    handle = model[0].weight.register_post_accumulate_grad_hook(interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        session.backward(loss_of(model, 0)) if then == "the next batch" else loss_of(model, 0).backward()
+    handle.remove()
+    if then == "zero_grad":
+        session.zero_grad()
+    with pytest.raises(SessionError, match=r"without session\.backward"):
+        session.step()
+    assert not step(session, model, 1).skipped

@@ -21,6 +21,7 @@ from ._checks import check_hooks, is_marked
 from ._losses import Losses, PendingScales
 from ._others import OtherLeaves
 from ._regions import FullPrecision
+from ._released import Released
 
 LOOKED_AT = 16
 """Parameters of an optimizer whose gradients are looked at as they come."""
@@ -239,8 +240,9 @@ class CallOrder:
 class BackwardPass:
     """A backward pass of a session, while it runs. One that fails is not recorded, as its gradients are not whole."""
 
-    def __init__(self, order: CallOrder, name: str) -> None:
-        self._order, self._name = order, name
+    def __init__(self, order: CallOrder, name: str, released: Released | None) -> None:
+        self._order, self._name, self._released = order, name, released
+        self._stepped = 0 if released is None else len(released)
 
     def __enter__(self) -> None:
         order = self._order
@@ -254,6 +256,8 @@ class BackwardPass:
         order._others.mark(self._before)
         if failed is not None and self._first:
             order._pending.failed(self._name)
+        if failed is not None and self._released is not None:
+            self._released.forget(self._stepped)
 
 
 def _some(parameters: Iterable[Parameter]) -> list[Parameter]:

@@ -72,9 +72,13 @@ class Released:
         self._looked = False
         self.watch()
 
-    def __bool__(self) -> bool:
-        """Whether parameters were stepped since the last `session.step`."""
-        return bool(self._read)
+    def __len__(self) -> int:
+        """How many parameters were stepped since the last `session.step`."""
+        return len(self._read)
+
+    def forget(self, kept: int = 0) -> None:
+        """End the step without a report, of all parameters but the first `kept`: a pass failed, or was given up."""
+        self._read = dict(list(self._read.items())[:kept])
 
     def watch(self) -> None:
         """Step parameters that have joined, too."""

@@ -6,7 +6,7 @@ import functools
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, NoReturn
 
 import torch
@@ -196,7 +196,7 @@ class Session:
         seed = scale.seed(loss) if kwargs.get("gradient") is None else None  # saves the product, and its backward
         backward = scale.scale(loss).backward if seed is None else functools.partial(loss.backward, seed)
         run = functools.partial(backward, **kwargs)
-        with BackwardPass(self._order, name):
+        with BackwardPass(self._order, name, self._released):
             if self._losses.separate_scales:
                 self._pending.void_zeroed()
                 readings = self._gradients.add_unscaled(run, scale.inverse(loss.device))
@@ -247,15 +247,13 @@ class Session:
         inverse = scale.inverse(outputs.device)
         return tuple(g.float() if inverse is None else g.float() * inverse.to(g.device) for g in raw)
 
-    @contextmanager
-    def no_sync(self, *wrapped: nn.Module) -> Iterator[None]:
+    def no_sync(self, *wrapped: nn.Module) -> AbstractContextManager[None]:
         """Inside, DistributedDataParallel and FSDP2 models do not exchange gradients: for micro-batches but the last.
 
         Args:
             *wrapped: DistributedDataParallel models made after `prepare`, which the session does not know.
         """
-        with not_synchronised((*self._models.values(), *map(unwrap, wrapped))):
-            yield
+        return not_synchronised((*self._models.values(), *map(unwrap, wrapped)))
 
     # -- between backward and step
 
@@ -367,6 +365,8 @@ class Session:
             each.zero_grad(set_to_none)
         if optimizer is None:
             self._pending.forget_backward()
+            if self._released is not None:
+                self._released.forget()
             for model in self._models.values():
                 clear_gradients(model, set_to_none)
 
