@@ -242,12 +242,12 @@ def test_several_objects_are_all_or_nothing_and_named(tmp_path: Path) -> None:
     models = {name: nn.Linear(2, 2) for name in "ab"}
     path = tmp_path / "c.pt"
     save(path, model=models)
-    for wrong in ({"a": models["a"]}, {"a": models["a"], "c": models["b"]}, models["a"]):
-        with pytest.raises(CheckpointError, match="holds"):
+    for wrong in ({"a": models["a"], "c": models["b"]}, models["a"]):
+        with pytest.raises(CheckpointError, match=r"has no 'model(:c)?'; it has model:a, model:b"):
             load(path, model=wrong)
     fresh = {"a": nn.Linear(2, 2), "b": nn.Linear(2, 3)}
     before = {name: {k: v.clone() for k, v in model.state_dict().items()} for name, model in fresh.items()}
-    with pytest.raises(CheckpointError, match="model 'b'"):
+    with pytest.raises(CheckpointError, match="model:b"):
         load(path, model=fresh)
     assert all(alike(dict(model.state_dict()), before[name]) for name, model in fresh.items())
     fresh["b"] = nn.Linear(2, 2)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from itertools import chain, repeat
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,8 +15,8 @@ from ..formats import LOW_DTYPES
 from ..modules import unwrapped
 from ..session import Session, sessions_of
 from ..sharding import full_tensor, is_sharded, rank
-from ._arguments import check_kind, check_path
-from ._content import AnyPath, place
+from ._arguments import AnyPath, check_kind, check_path
+from ._content import place
 from ._file import replacing
 from ._masters import in_float32
 from ._ranks import on_all_ranks
@@ -36,17 +35,11 @@ def export(path: AnyPath, model: nn.Module | Session, *, metadata: Mapping[str, 
     call it, and it returns on all when the file is there. Elsewhere only one rank should call it.
 
     Raises `MissingExtra` without the package safetensors, `CheckpointError` for entries that are no dense tensors,
-    `SessionError` between unscale_() or clipping and step(), `OSError` when the file cannot be written.
+    `OSError` when the file cannot be written.
     """
     check_path(path)
     if not isinstance(model, Session):
         check_kind("model", model, "modules")
-    if not isinstance(metadata or {}, Mapping) or not all(
-        map(isinstance, chain(*(metadata or {}).items()), repeat(str))
-    ):
-        raise CheckpointError(
-            f"metadata={metadata!r:.60}: safetensors holds a dict of strings by strings; write numbers as str(number)"
-        )
     try:
         from safetensors import SafetensorError
         from safetensors.torch import save_model
@@ -78,32 +71,28 @@ def export(path: AnyPath, model: nn.Module | Session, *, metadata: Mapping[str, 
 def _gathered(source: nn.Module | Session) -> tuple[dict[str, Tensor], bool]:
     """What to write, on the host, by name; and whether it is sharded, in which case only rank 0 has it."""
     models = source.models if isinstance(source, Session) else {"": source}
-    states = [unwrapped(model).state_dict() for model in models.values()]
-    for state in states:
-        _check_dense(state)
-    sharded = any(is_sharded(value) for state in states for value in state.values())
+    made: dict[Any, Tensor] = {}
     tensors: dict[str, Tensor] = {}
     with in_float32([source] if isinstance(source, Session) else sessions_of(source)):
-        for prefix, model in models.items():
-            made: dict[Any, Tensor] = {}
-            for name, value in unwrapped(model).state_dict(keep_vars=True).items():
-                # a shard's address proves nothing, as some ranks may have none of it; all must find the same
-                key = id(value) if is_sharded(value) else place(value) or name
-                if key not in made:
-                    whole = full_tensor(value.detach())
-                    wide = torch.float32 if whole.dtype in LOW_DTYPES else whole.dtype
-                    made[key] = torch.empty(0) if sharded and rank() > 0 else whole.to("cpu", wide, copy=True)
-                tensors[f"{prefix}.{name}" if prefix else name] = made[key]
+        entries = {
+            f"{prefix}.{name}" if prefix else name: value
+            for prefix, model in models.items()
+            for name, value in unwrapped(model).state_dict(keep_vars=True).items()
+        }
+        sharded = any(map(is_sharded, entries.values()))
+        for name, value in entries.items():
+            dense = type(value) in (Tensor, nn.Parameter) and value.layout is torch.strided and not value.is_quantized
+            if not (dense or is_sharded(value)):
+                kind = value.layout if type(value) is Tensor else kind_of(value)
+                raise CheckpointError(
+                    f"{name} is {kind}, and safetensors holds dense tensors, whole ones: save a checkpoint instead, or "
+                    "take it out of state_dict() (a buffer with persistent=False)"
+                )
+            # a shard's address proves nothing, as some ranks may have none of it; all must find the same
+            key = id(value) if is_sharded(value) else place(value) or name
+            if key not in made:
+                whole = full_tensor(value.detach())
+                wide = torch.float32 if whole.dtype in LOW_DTYPES else whole.dtype
+                made[key] = torch.empty(0) if sharded and rank() > 0 else whole.to("cpu", wide, copy=True)
+            tensors[name] = made[key]
     return tensors, sharded
-
-
-def _check_dense(state: Mapping[str, Any]) -> None:
-    for name, value in state.items():
-        if is_sharded(value):
-            continue
-        if type(value) not in (Tensor, nn.Parameter) or value.layout is not torch.strided or value.is_quantized:
-            kind = value.layout if type(value) is Tensor else kind_of(value)
-            raise CheckpointError(
-                f"{name} is {kind}, and safetensors holds dense tensors, whole ones: save a checkpoint instead, or "
-                "take it out of state_dict() (a buffer with persistent=False)"
-            )

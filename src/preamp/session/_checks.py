@@ -277,7 +277,7 @@ def _check_origin(state: Mapping[str, Any], policy: str) -> None:
         of_scaler = {"loss_scaler0", "growth_factor", "loss_scaler"} & set(state)
         raise StateError(
             "this is the state of a scaler of torch.amp or Apex, and no session's: load the model and the optimizer as "
-            "they are, and take over the scale by preamp.checkpoint.adopt_scale(session, state); O4 and O5 have none"
+            "they are, and prepare with its scale, scale=preamp.DynamicScale(init_scale=...); O4 and O5 have none"
             if of_scaler
             else f"not a session's state: missing or unexpected {sorted(set(state) ^ _FIELDS)}"
         )
