@@ -121,26 +121,12 @@ def test_classes_for_objects(tmp_path: Path) -> None:
         checkpoint.load(tmp_path / "a.pt", schedule=nn.Linear)
 
 
-def test_what_is_no_model_is_not_exported(tmp_path: Path) -> None:
-    pytest.importorskip("safetensors")
-    run = Run("O4")
-    for wrong in (run.optimizer, run.model.state_dict(), None, [run.model], "x", nn.Linear):
-        with pytest.raises(CheckpointError, match=r"^model= is"):
-            checkpoint.export(tmp_path / "a", wrong)
-    with pytest.raises(TypeError, match="metadata"):
-        checkpoint.export(tmp_path / "a", run.model, metadata={"a": 1})  # type: ignore[dict-item]
-    assert not list(tmp_path.iterdir())
-
-
 @pytest.mark.parametrize("path", [None, 3, b"a.pt", io.BytesIO(), "a\0b"])
 def test_what_is_no_path(path: Any) -> None:
     run = Run("O4")
     for call in (*SAVES.values(), checkpoint.load, checkpoint.load_sharded):
         with pytest.raises(CheckpointError, match=r"path of a file or folder"):
             call(path, **run.objects)
-    pytest.importorskip("safetensors")
-    with pytest.raises(CheckpointError, match=r"path of a file or folder"):
-        checkpoint.export(path, run.model)
 
 
 def test_a_folder_is_read_by_load_sharded(tmp_path: Path) -> None:

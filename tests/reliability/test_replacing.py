@@ -31,9 +31,6 @@ def test_a_file_keeps_its_permissions(tmp_path: Path, wanted: int) -> None:
     path.chmod(wanted)
     checkpoint.save(path, model=model, again=1)
     assert mode(path) == wanted and checkpoint.load(path)["again"] == 1
-    pytest.importorskip("safetensors")
-    checkpoint.export(path, model)
-    assert mode(path) == wanted
 
 
 @posix

@@ -26,20 +26,14 @@ def kept_on_host(value: Any) -> Any:
     made: dict[Any, Tensor] = {}
 
     def to_host(tensor: Tensor) -> Tensor:
-        key = place(tensor) or (id(tensor),)
-        if key not in made:
-            made[key] = tensor.detach().to("cpu", copy=True)
-        return made[key]
+        whole = type(tensor) in (Tensor, nn.Parameter) and tensor.layout is torch.strided and tensor.numel() > 0
+        at = (tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()) if whole else id(tensor)
+        if at not in made:
+            made[at] = tensor.detach().to("cpu", copy=True)
+        return made[at]
 
     moved = map_tensors(to_host, value)
     return copy.deepcopy(moved, {id(tensor): tensor for tensor in tensors(moved)})
-
-
-def place(tensor: Tensor) -> tuple[Any, ...] | None:
-    """A key that is equal for two that are one tensor in memory; None for sharded, sparse or empty ones."""
-    if type(tensor) not in (Tensor, nn.Parameter) or tensor.layout is not torch.strided or not tensor.numel():
-        return None
-    return tensor.device, tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tensor.stride()
 
 
 def check_loadable(value: Any, where: str) -> None:

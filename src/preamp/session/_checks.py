@@ -101,8 +101,8 @@ def check_gathered_full(models: Iterable[nn.Module]) -> None:
         if low is not None:
             raise SessionError(
                 f"full_precision(): FSDP2 gathers this model's weights in {name_of(low)} whatever is around it. "
-                "Validate in the session's precision, or write the float32 model with preamp.checkpoint.export and run "
-                "that; to read parameters, full_precision(values_only=True)"
+                "Validate in the session's precision, or run a float32 model with the weights that torch gathers "
+                "inside full_precision(values_only=True)"
             )
 
 
