@@ -111,32 +111,30 @@ def _check_states(optimizer: Optimizer, state: Mapping[str, Any]) -> None:
                 _check_alike(0, value, "the state 'step'")
                 if not 0 <= float(value) < math.inf:
                     raise _Misfit(f"the state 'step' is {value!r:.60}, and counts a parameter's steps")
-            elif _is_torchs(optimizer) and name in FusedOptimizer.known:
-                _check_moment(name, value, param)
-            if isinstance(value, Tensor) and is_sharded(value) == is_sharded(param):
-                shapes[name].append((param.shape, value.shape))
+            elif isinstance(value, Tensor) and is_sharded(value) != is_sharded(param):
+                continue
+            elif isinstance(value, Tensor) or (_is_torchs(optimizer) and name in FusedOptimizer.known):
+                shapes[name].append((tuple(param.shape), _shape_of(name, value, param)))
     for name, pairs in shapes.items():
         differ = [pair for pair in pairs if pair[0] != pair[1]]
         known = _is_torchs(optimizer) and name in FusedOptimizer.known
         if differ and (known or Counter(shape for shape, _ in differ) == Counter(seen for _, seen in differ)):
-            shape, seen = map(tuple, differ[0])
             raise _Misfit(
-                f"its {name!r} for a parameter of shape {shape} has shape {seen}, which is another parameter's. Was "
-                "the order of layers changed since it was saved? Give the optimizer its parameters in the order in "
-                "which they were"
+                f"its {name!r} for a parameter of shape {differ[0][0]} is {differ[0][1]}: none of its own. Was the "
+                "order of layers changed since it was saved? Give the optimizer its parameters in the order in which "
+                "they were"
             )
 
 
-def _check_moment(name: str, value: Any, param: Tensor) -> None:
-    """`_Misfit` for what is no moment; momentum may be none yet, and of sparse gradients is sparse."""
+def _shape_of(name: str, value: Any, param: Tensor) -> Any:
+    """The shape of a moment, or what is there in place of one. Momentum may be none yet, or sparse as its gradients."""
+    if value is None and name == "momentum_buffer":
+        return tuple(param.shape)
     if not isinstance(value, Tensor):
-        fits = value is None and name == "momentum_buffer"
-    else:
-        dense = value.layout is torch.strided or name == "momentum_buffer"
-        fits = dense and (value.is_floating_point() or not param.is_floating_point())
-    if not fits:
-        what = f"{value.layout}, {value.dtype}" if isinstance(value, Tensor) else kind_of(value)
-        raise _Misfit(f"the state {name!r} of a parameter is {what}, not a tensor of floating numbers")
+        return kind_of(value)
+    dense = value.layout is torch.strided or name == "momentum_buffer"
+    fits = dense and (value.is_floating_point() or not param.is_floating_point())
+    return tuple(value.shape) if fits or name not in FusedOptimizer.known else f"{value.layout}, {value.dtype}"
 
 
 def _check_alike(own: Any, saved: Any, where: str) -> None:

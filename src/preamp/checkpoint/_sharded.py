@@ -130,7 +130,7 @@ def load_sharded(folder: AnyPath, *, model: nn.Module, optimizer: Optimizer, ses
     twice meanwhile. A `PreampWarning` if a session's state stays in the folder. `CheckpointError` when there is none,
     or it does not fit; `StateError` when of another policy.
     """
-    from torch.distributed.checkpoint.state_dict import get_state_dict, set_model_state_dict, set_optimizer_state_dict
+    from torch.distributed.checkpoint.state_dict import set_model_state_dict
     from torch.distributed.checkpoint.state_dict_loader import load as load_parts
 
     from ._parts import Planner, Reader
@@ -157,13 +157,9 @@ def load_sharded(folder: AnyPath, *, model: nn.Module, optimizer: Optimizer, ses
     with _torchs_own(refused):
         stated = on_all_ranks(reader.params_with_states, refused)[0]
     with states_for(model, optimizer, stated):
-        # an optimizer that has no state yet makes it here, of its parameters' dtype
         with in_float32(sessions_of(model)):
-            states, steps = get_state_dict(model, optimizer)
-            made: Any = steps["state"]
-            of_steps = {name: state for name, state in made.items() if name in stated}
-            wanted = {"model": states, "optimizer": {**steps, "state": of_steps}}
-            parts: dict[str, Any] = map_tensors(Tensor.clone, wanted)
+            states, steps = named_states(model, optimizer)
+            parts: dict[str, Any] = {"model": map_tensors(Tensor.clone, states), "optimizer": steps}
         with _torchs_own(refused):
             load_parts(parts, storage_reader=reader, planner=Planner())
         if session is not None:
@@ -172,7 +168,7 @@ def load_sharded(folder: AnyPath, *, model: nn.Module, optimizer: Optimizer, ses
             set_model_state_dict(model, parts["model"])
         stepped_wide = [each for each in sessions_of(model) if each.policy.masters]  # else of the parameters' dtype
         with in_float32(stepped_wide):  # which an optimizer leaves as it ends to load
-            set_optimizer_state_dict(model, optimizer, parts["optimizer"])
+            optimizer.load_state_dict(parts["optimizer"])
     tell_left(latest["amp"] if session is None else None, source)
 
 
