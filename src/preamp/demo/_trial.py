@@ -17,7 +17,6 @@ from torch.optim import Optimizer
 from ..formats import name_of
 from ..machine import seconds_now
 from ..session import Session, prepare
-from ..tree import tensors
 from ..zoo import Recipe, Task
 
 
@@ -36,14 +35,6 @@ def saved_bytes(model: nn.Module) -> Iterator[dict[int, int]]:
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         yield saved
-
-
-def resident_bytes(model: nn.Module, optimizer: Optimizer, session: Session) -> int:
-    """Bytes that live through the whole of training: parameters, buffers, masters, optimizer state, gradients."""
-    held: list[Tensor] = [*model.parameters(), *model.buffers(), *session.state_dict()["masters"].values()]
-    held += tensors(list(optimizer.state.values()))
-    held += [torch.empty_like(p, device="meta") for p in model.parameters() if p.requires_grad]
-    return sum({id(t): t.nbytes for t in held}.values())  # each object once
 
 
 WARM_UP = 3
@@ -121,7 +112,7 @@ def run_trial(
             inputs, target = tuple(x.to(device) for x in inputs), target.to(device)
             started = seconds_now(device)
             if index == 1:
-                loss = _watched_forward(task, model, session, inputs, target, trial, optimizer, device)
+                loss = _watched_forward(task, model, session, inputs, target, trial, device)
             else:
                 with session.autocast():
                     loss = task.loss(model(*inputs), target)
@@ -155,7 +146,7 @@ def make_optimizer(recipe: Recipe, model: nn.Module) -> Optimizer:
 
 def _watched_forward(
     task: Task, model: nn.Module, session: Session, inputs: tuple[Tensor, ...], target: Tensor,
-    trial: Trial, optimizer: Optimizer, device: torch.device,
+    trial: Trial, device: torch.device,
 ) -> Tensor:  # fmt: skip
     """A forward pass that also notes the dtypes its modules give, and on a CPU the bytes it keeps."""
     seen: Counter[str] = Counter()
@@ -174,7 +165,7 @@ def _watched_forward(
             handle.remove()
     trial.dtypes = dict(seen.most_common())
     if device.type != "cuda":
-        trial.peak_bytes = sum(saved.values()) + resident_bytes(model, optimizer, session)
+        trial.peak_bytes = sum(saved.values()) + session.memory().total
     return loss
 
 
