@@ -159,6 +159,61 @@ def test_masters_of_a_session_beside_the_one_that_is_saved(tmp_path: Path) -> No
         pair[1].close()
 
 
+@pytest.mark.parametrize(("level", "kind"), CASES)
+def test_a_save_anywhere_in_a_step_changes_nothing(tmp_path: Path, level: str, kind: str) -> None:
+    ends = []
+    for saves in (False, True):
+        model, session = trained(level, MAKERS[kind])
+        optimizer = session.optimizers[""]
+
+        def saved(model: Any = model, optimizer: Any = optimizer, session: Any = session, saves: bool = saves) -> None:
+            if saves:
+                checkpoint.save(tmp_path / "a.pt", model=model, optimizer=optimizer, session=session)
+
+        for step in range(4):
+            for last in (False, True):
+                with session.autocast():
+                    loss = model(torch.arange(5)).float().square().mean()
+                session.backward(loss, sync=last)
+                saved()
+            if step % 2:
+                session.unscale_()
+                saved()
+            session.clip_grad_norm_(0.01)
+            saved()
+            session.step()
+            saved()
+            session.zero_grad()
+        ends.append([true(model, session), copy.deepcopy(optimizer.state_dict()["state"])])
+        session.close()
+    assert str(ends[0]) == str(ends[1]) and equal_states(*ends)
+
+
+def equal_states(one: Any, other: Any) -> bool:
+    if isinstance(one, Tensor):
+        return torch.equal(one, other)
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(equal_states(one[key], other[key]) for key in one)
+    return all(map(equal_states, one, other)) if isinstance(one, list) else bool(one == other)
+
+
+class Copies(nn.Linear):
+    """Gives copies of its weights for a state."""
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        return {name: value.detach().clone() for name, value in super().state_dict(*args, **kwargs).items()}
+
+
+def test_a_model_that_copies_its_weights_is_saved_in_float32(tmp_path: Path) -> None:
+    model = Copies(4, 4)
+    session = preamp.prepare(model, torch.optim.SGD(model.parameters(), 0.1), level="O5")
+    wanted = session.state_dict()["masters"]
+    checkpoint.save(tmp_path / "a.pt", model=model, session=session)
+    assert equal_states(checkpoint.load(tmp_path / "a.pt")["model"], wanted)
+    assert wanted["weight"].dtype is torch.float32
+    session.close()
+
+
 class Refuses:
     """Does not accept what it has saved."""
 

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from ..errors import CheckpointError
 from ..session import Session, sessions_of
@@ -31,9 +31,22 @@ class InFloat32:
         self._model, self._sessions = model, sessions
 
     def state_dict(self) -> Any:
-        """The model's, in float32."""
-        with in_float32(self._sessions):
-            return self._model.state_dict()
+        """The model's, in float32. Only a model that copies its weights for it has its masters change places.
+
+        That would round gradients that are clipped and not stepped yet, and a save is to change nothing.
+        """
+        pairs = (zip(each._masters, each._masters.named(), strict=True) for each in self._sessions)
+        masters: dict[Any, Tensor] = {parameter: master for each in pairs for parameter, (_, master) in each}
+        state: Any = self._model.state_dict(keep_vars=True)
+        left = masters.keys() & set(self._model.parameters())
+        for name, value in state.items():
+            if isinstance(value, Tensor):
+                left.discard(value)
+                state[name] = masters.get(value, value).detach()
+        if left:
+            with in_float32(self._sessions):
+                return self._model.state_dict()
+        return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """As the model's, into the masters."""

@@ -45,7 +45,7 @@ def save_sharded(folder: AnyPath, *, model: nn.Module, optimizer: Optimizer, ses
     For FSDP2 and tensor parallelism; also where every rank has everything, and on one process. 16-bit parameters are
     written as the float32 that their masters are. Returns on all ranks when the checkpoint is whole, and the one before
     it is gone. Where it fails on one rank it fails on all, and the one before it stays. `CheckpointError` for a folder
-    that the ranks do not share, and for pipeline stages; `SessionError` between unscale_() or clipping and step().
+    that the ranks do not share, and for pipeline stages.
     """
     check_path(folder)
     finish()
@@ -104,7 +104,8 @@ def _saving(
     def commit(files: dict[str, str]) -> None:
         if rank() > 0:
             return
-        if files.keys() != {path.name for path in (target / name).iterdir()}:
+        unknown = {path.name for path in (target / name).iterdir()} - files.keys()
+        if unknown or not all((target / name / each).exists() for each in files):
             raise CheckpointError(
                 f"rank 0 does not see in {target / name} what all ranks have written: they have to write into a folder "
                 "that they share, and to which they can all come back"
