@@ -56,9 +56,7 @@ def main() -> None:
 
     first = 0
     if options.checkpoint.exists():  # every rank reads the same file, before the model is wrapped
-        content = preamp.checkpoint.load(
-            options.checkpoint, model=model, optimizer=optimizer, session=session, map_location=device
-        )
+        content = preamp.checkpoint.load(options.checkpoint, model=model, optimizer=optimizer, session=session)
         schedule.load_state_dict(content["schedule"])
         first = content["step"]
         print(f"rank {dist.get_rank()} goes on at step {first}", flush=True)

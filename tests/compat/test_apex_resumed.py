@@ -302,10 +302,10 @@ def test_a_migrated_script_resumes(name: str, level: str) -> None:
         amp.close()
     model = net()
     optimizer = ours(model.parameters())
-    session = preamp.prepare(model, optimizer, level=level)
+    scale = preamp.DynamicScale(init_scale=saved["amp"]["loss_scaler0"]["loss_scale"])
+    session = preamp.prepare(model, optimizer, level=level, scale=scale)
     model.load_state_dict(saved["model"])
     optimizer.load_state_dict(saved["optimizer"])
-    preamp.checkpoint.adopt_scale(session, saved["amp"])
     resumed = []
     for _ in range(5):
         with session.autocast():

@@ -14,16 +14,14 @@ import time
 from pathlib import Path
 
 import jsonschema
-import numpy as np
 import pytest
-import torch
 from rich.console import Console
 from typer.testing import CliRunner
 
 from preamp.cli._app import app
 from preamp.demo import Results, build, judge, make_plan, results_dict, schema
 from preamp.demo._run import Bars
-from preamp.demo._trial import EXPONENTS, Trial, histogram
+from preamp.demo._trial import Trial
 from preamp.errors import PreampError
 
 runner = CliRunner()
@@ -78,7 +76,7 @@ def test_results_follow_the_published_schema(flights: Path) -> None:
 
 def test_runs_show_what_was_promised(flights: Path) -> None:
     page = (flights / "report.html").read_text()
-    assert all(words in page for words in ("Feed-forward on NYC flights", "What loss scaling saves", "loss scale"))
+    assert all(words in page for words in ("Feed-forward on NYC flights", "training loss", "loss scale"))
     results = json.loads((flights / "results.json").read_text())
     runs = {run["level"]: run for run in results["runs"]}
     assert runs["O0"]["dtypes"].keys() == {"fp32"}
@@ -93,9 +91,6 @@ def test_runs_show_what_was_promised(flights: Path) -> None:
     assert runs["O4"]["peak_bytes"] < runs["O0"]["peak_bytes"]
     for level in ("O1", "O2", "O4", "O5"):
         assert runs[level]["losses"][0] == pytest.approx(runs["O0"]["losses"][0], rel=2e-2)
-    gradients = runs["O0"]["gradients"]
-    assert sum(gradients["counts"]) == gradients["nonzero"]
-    assert 0 <= gradients["flushed_scaled"] <= gradients["flushed"] < 0.5
 
 
 def interruptible() -> None:
@@ -161,24 +156,6 @@ def test_a_run_without_a_finite_loss_still_reports() -> None:
     assert "<td" in build(results).to_html() and "inf" in build(results).to_text()
 
 
-def test_the_histogram_agrees_with_numpy_float16() -> None:
-    generator = np.random.default_rng(0)
-    values = (generator.standard_normal(5000) * 2.0 ** generator.uniform(-40, 4, 5000)).astype(np.float32)
-    values[:100] = 0
-    scale = 2.0**10
-    with np.errstate(over="ignore"):
-        half, scaled = values.astype(np.float16), (values * np.float32(scale)).astype(np.float16)
-    found = histogram([torch.from_numpy(values[:2000]).view(20, 100), torch.from_numpy(values[2000:])], scale)
-    nonzero = values != 0
-    assert found.nonzero == nonzero.sum() and found.zeros == 100
-    assert found.flushed == pytest.approx((half[nonzero] == 0).mean())
-    assert found.flushed_scaled == pytest.approx((scaled[nonzero] == 0).mean())
-    assert found.overflow_scaled == pytest.approx(np.isinf(scaled).sum() / nonzero.sum())
-    exponents = np.floor(np.log2(np.abs(values[nonzero].astype(np.float64)))).astype(int)
-    for exponent in (-30, -20, -3):
-        assert found.counts[exponent - EXPONENTS.start] == (exponents == exponent).sum()
-
-
 @pytest.mark.slow
 def test_what_cannot_be_run_is_told() -> None:
     for arguments, message in (
@@ -192,27 +169,3 @@ def test_what_cannot_be_run_is_told() -> None:
         with pytest.raises(PreampError, match=message):
             make_plan(*arguments)
     assert make_plan(None, "fp32,bf16-mixed,O4", "ci", False, None, "cpu").levels == ("O0", "O4")
-
-
-@pytest.mark.slow
-def test_two_processes_train_as_one_does(flights: Path, tmp_path: Path) -> None:
-    options = ["--quick", "-m", "flights", "--levels", "O0,O5", "--device", "cpu", "--nproc", "2"]
-    line = [sys.executable, "-m", "preamp", "demo", *options, "--out", str(tmp_path / "out")]
-    done = subprocess.run(line, capture_output=True, text=True, timeout=200)
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert done.stdout.count("report:") == 1  # of rank 0
-    data = json.loads((tmp_path / "out" / "results.json").read_text())
-    jsonschema.validate(data, schema())
-    assert data["environment"]["processes"] == 2
-    alone = json.loads((flights / "results.json").read_text())["runs"]
-    losses = {run["level"]: run["losses"] for run in alone if run["seed"] == 0}
-    for run in data["runs"]:
-        if run["level"] in losses:
-            worst = max(abs(a - b) for a, b in zip(run["losses"], losses[run["level"]], strict=True))
-            assert worst < (1e-4 if run["level"] == "O0" else 2e-2)
-
-
-def test_batches_that_processes_cannot_share_are_told_before_anything_starts() -> None:
-    done = runner.invoke(app, ["demo", "--quick", "-m", "flights", "--nproc", "3"])
-    assert done.exit_code != 0
-    assert "cannot be shared equally" in f"{done.output}{done.exception}"

@@ -120,7 +120,10 @@ def test_fits_and_a_resumed_run_are_one_session_loop(level: str, kind: str, tmp_
     first.fit(1, LR, wd=WD)
     first.dls.loaders[0] = torch.utils.data.DataLoader(data()[AT // 2 * MICRO : AT * MICRO], batch_size=None)
     first.fit(1, LR, wd=WD)
-    assert counts.cancelled == 1 and (first.preamp.session.steps, first.preamp.session.skipped) == (AT, 1)
+    assert counts.cancelled == 1 and (first.preamp.state_dict()["steps"], first.preamp.state_dict()["skipped"]) == (
+        AT,
+        1,
+    )
     assert counts.seen == ({torch.float32} if level != "O3" else {torch.float16})
     first.save("at20")
     cbs = [callbacks.GradientAccumulation(4 * MICRO), callbacks.GradientClip(CLIP), PreampCallback(level)]
@@ -128,8 +131,8 @@ def test_fits_and_a_resumed_run_are_one_session_loop(level: str, kind: str, tmp_
     resumed.load("at20")
     resumed.fit(1, LR, wd=WD)
     weights, states, scale = plain(level, kind)
-    session = resumed.preamp.session
-    assert (session.steps, session.skipped, session.loss_scale()) == (STEPS, 1, scale)
+    state = resumed.preamp.state_dict()
+    assert (state["steps"], state["skipped"], state["losses"]["loss"].get("scale", 1.0)) == (STEPS, 1, scale)
     assert states and same(moments(resumed.opt), states) and same(bits(resumed), weights)
     assert {p.dtype for p in resumed.model.parameters()} == {torch.float32} == {each.dtype for each in states}
 
@@ -146,7 +149,7 @@ def test_at_O0_a_learner_trains_as_without_preamp(kind: str, tmp_path: Path) -> 
         return learn
 
     ours, stock = trained(PreampCallback("O0")), trained()
-    assert ours.preamp.session.steps == 5 * 12
+    assert ours.preamp.state_dict()["steps"] == 5 * 12
     assert same(bits(ours), bits(stock)) and same(moments(ours.opt), moments(stock.opt))
     assert torch.equal(torch.tensor(ours.recorder.lrs), torch.tensor(stock.recorder.lrs))
 
@@ -164,7 +167,7 @@ def test_frozen_groups_and_new_optimizers(kind: str, tmp_path: Path) -> None:
     assert not any(torch.equal(before[i], bits(learn)[i]) for i in linear)
     opt = learn.opt
     learn.fit(1, LR, reset_opt=True)
-    assert learn.opt is not opt and learn.preamp.session.steps == 36
+    assert learn.opt is not opt and learn.preamp.state_dict()["steps"] == 36
 
     class Anew(callbacks.Callback):
         def before_train(self) -> None:
@@ -172,7 +175,7 @@ def test_frozen_groups_and_new_optimizers(kind: str, tmp_path: Path) -> None:
 
     before, opt = bits(learn), learn.opt
     learn.fit(2, LR, cbs=Anew())
-    assert learn.opt is not opt and learn.preamp.session.steps == 60 and not same(bits(learn), before)
+    assert learn.opt is not opt and learn.preamp.state_dict()["steps"] == 60 and not same(bits(learn), before)
     assert "step" not in vars(opt) and "step" not in vars(learn.opt)
 
 
@@ -188,16 +191,16 @@ def test_lr_find_leaves_no_trace(level: str, kind: str, trained: bool, tmp_path:
     for each in (learn, other):
         if trained:
             each.fit(1, LR)
-            assert each.preamp.session.skipped >= 1
+            assert each.preamp.state_dict()["skipped"] >= 1
         each.dls.loaders[0] = torch.utils.data.DataLoader(held, batch_size=None)
-    before, states, kept = bits(learn), moments(learn.opt) if trained else [], learn.preamp._kept
+    before, states, kept = bits(learn), moments(learn.opt) if trained else [], learn.preamp._last
     found = learn.lr_find(start_lr=1e-4, end_lr=1e5, num_it=30, show_plot=False)
     assert 1e-4 < found.valley < 1e5
-    assert same(bits(learn), before) and same(moments(learn.opt), states) and learn.preamp._kept == kept
+    assert same(bits(learn), before) and same(moments(learn.opt), states) and learn.preamp._last == kept
     learn.fit(1, LR)
     other.fit(1, LR)
     assert same(bits(learn), bits(other)) and same(moments(learn.opt), moments(other.opt))
-    assert learn.preamp._kept == other.preamp._kept
+    assert learn.preamp._last == other.preamp._last
 
 
 @pytest.mark.parametrize(("level", "kind"), [("O2", "Adam"), ("O5", "fused")])
@@ -209,8 +212,8 @@ def test_files_have_float32_weights_and_load_without_preamp(level: str, kind: st
     best = torch.load(tmp_path / "models" / "best.pth", weights_only=False)
     assert {each.dtype for each in best["model"].values()} == {torch.float32}
     assert same([*best["model"].values()], bits(learn))
-    assert best["opt"]["preamp"]["steps"] % 12 == 0 and best["opt"]["preamp"]["steps"] < learn.preamp.session.steps
-    assert learn.preamp._kept == best["opt"]["preamp"]
+    assert best["opt"]["preamp"]["steps"] % 12 == 0 and best["opt"]["preamp"]["steps"] > 0
+    assert learn.preamp._last == best["opt"]["preamp"]
     stock = learner(tmp_path, kind)
     stock.load("best")
     assert same(bits(stock), bits(learn)) and same(moments(stock.opt), moments(learn.opt))
@@ -231,15 +234,15 @@ def test_a_tabular_learner_predicts_and_is_exported(level: str, tmp_path: Path) 
     )  # fmt: skip
     learn = tabular.tabular_learner(loaders, layers=[8], metrics=tabular.accuracy).remove_cb(callbacks.ProgressCallback)
     learn.to_preamp(level).fit_one_cycle(4, 1e-2)
-    wanted, state = learn.get_preds()[0], learn.preamp._kept
+    wanted, state = learn.get_preds()[0], learn.preamp._last
     learn.export("learner.pkl")
     assert b"preamp" not in (tmp_path / "learner.pkl").read_bytes()
     loaded = basics.load_learner(tmp_path / "learner.pkl")
     assert torch.equal(loaded.get_preds(dl=learn.dls.valid)[0], wanted)
     assert torch.equal(loaded.predict(frame.iloc[3])[2], learn.predict(frame.iloc[3])[2])
-    assert learn.preamp._kept == state
+    assert learn.preamp._last == state
     learn.fit(1, LR)  # with the optimizer that `export` has made
-    assert learn.preamp.session.steps == 5 * 3
+    assert learn.preamp.state_dict()["steps"] == 5 * 3
 
 
 def test_the_progress_table(tmp_path: Path) -> None:
@@ -251,13 +254,16 @@ def test_the_progress_table(tmp_path: Path) -> None:
         learn.preamp.session
     learn.fit(1, LR)
     names = ["epoch", "train_loss", "valid_loss", "mae", "loss_scale", "skipped_steps", "time"]
-    session = learn.preamp.session
-    assert list(learn.recorder.metric_names) == names and session.skipped >= 1
-    assert list(learn.recorder.values[-1][-2:]) == [session.loss_scale(), session.skipped]
+    state = learn.preamp.state_dict()
+    assert list(learn.recorder.metric_names) == names and state["skipped"] >= 1
+    assert list(learn.recorder.values[-1][-2:]) == [state["losses"]["loss"].get("scale", 1.0), state["skipped"]]
     assert len(learn.validate()) == 2 and len(learn.metrics) == 1
     silent = learner(tmp_path, rows=data()[-4:], metrics=mae).to_preamp("O2", log=False, scale=8.0)
     silent.fit(1, LR)
-    assert "loss_scale" not in silent.recorder.metric_names and silent.preamp.session.loss_scale() == 8.0
+    assert (
+        "loss_scale" not in silent.recorder.metric_names
+        and silent.preamp.state_dict()["losses"]["loss"].get("scale", 1.0) == 8.0
+    )
 
 
 def test_a_fit_without_a_batch_that_trains(tmp_path: Path) -> None:
@@ -284,12 +290,12 @@ def test_an_interrupt_and_the_way_back(level: str, tmp_path: Path) -> None:
     assert learn.to_preamp(level) is learn
     with pytest.raises(KeyboardInterrupt):
         learn.fit(1, LR, cbs=Interrupts())
-    assert not torch.is_autocast_enabled("cpu") and learn.preamp.session.steps == 5
+    assert not torch.is_autocast_enabled("cpu") and learn.preamp.state_dict()["steps"] == 5
     assert {p.dtype for p in learn.model.parameters()} == {torch.float32} and type(learn.model) is nn.Sequential
     assert "step" not in vars(learn.opt)
     learn.save("interrupted")
     learn.fit(1, LR)
-    assert learn.preamp.session.steps == 17
+    assert learn.preamp.state_dict()["steps"] == 17
     assert learn.to_fp32() is learn
     assert not hasattr(learn, "preamp") and not {"fit", "save", "load", "export", "to_fp32"} & set(vars(learn))
     learn.fit(1, LR)
@@ -352,8 +358,8 @@ def test_saving_and_validating_in_a_fit_changes_nothing(tmp_path: Path) -> None:
         return learn
 
     nested, plainly = trained(Nested()), trained()
-    assert same(bits(nested), bits(plainly)) and nested.preamp._kept == plainly.preamp._kept
-    assert nested.preamp.session.steps == 2 * 13 // 2 + 13 // 2
+    assert same(bits(nested), bits(plainly)) and nested.preamp._last == plainly.preamp._last
+    assert nested.preamp.state_dict()["steps"] == 2 * 13 // 2 + 13 // 2
     copied = copy.deepcopy(nested)
     for each in (copied, nested):
         each.opt.zero_grad()  # torch does not copy gradients

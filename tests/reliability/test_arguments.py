@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import io
 from collections.abc import Callable
 from pathlib import Path
@@ -51,8 +52,34 @@ def test_sessions_of_a_part_of_a_wrapped_and_of_more_models(tmp_path: Path) -> N
     for model in (whole, parts, parts["b"], [nn.Linear(2, 2), whole], nn.ModuleList(parts.values())):
         checkpoint.save(tmp_path / "a.pt", model=model, optimizer=optimizers["a"], session=session)
         checkpoint.load(tmp_path / "a.pt", model=model, optimizer=optimizers["a"], session=session)
-    checkpoint.load(tmp_path / "a.pt", session=session)
     session.close()
+
+
+def test_masters_are_with_the_models_or_with_the_session(tmp_path: Path) -> None:
+    """Those of models that are not saved are in the session's state; none is left where nobody looks for it."""
+    parts = {"a": nn.Linear(2, 2), "b": nn.Linear(2, 2)}
+    optimizer = torch.optim.SGD([p for part in parts.values() for p in part.parameters()], 0.1)
+    with preamp.prepare(parts, optimizer, level="O5") as session:
+        checkpoint.save(tmp_path / "a.pt", model=parts["a"], session=session)
+        wanted = {name: master.clone() for name, master in session.state_dict()["masters"].items()}
+        with torch.no_grad(), session.full_precision():
+            for parameter in (*parts["a"].parameters(), *parts["b"].parameters()):
+                parameter.mul_(3)
+        before = alike_state(session)
+        for given in ({}, {"model": parts["b"]}):
+            with pytest.raises(CheckpointError, match=r"masters \(.*Give load\(\) the models"):
+                checkpoint.load(tmp_path / "a.pt", **given, session=session)
+            assert alike(alike_state(session), before)
+        content = checkpoint.load(tmp_path / "a.pt", model=parts["a"], session=session)
+        assert content["amp"]["masters"].keys() == {"b:weight", "b:bias"}
+        assert alike(session.state_dict()["masters"], wanted)
+        assert all(torch.equal(p, wanted[f"b:{name}"].bfloat16()) for name, p in parts["b"].named_parameters())
+        with pytest.raises(CheckpointError, match="give it as session="):
+            checkpoint.save(tmp_path / "b.pt", model=parts["a"], amp=session)
+
+
+def alike_state(session: preamp.Session) -> Any:
+    return copy.deepcopy(session.state_dict())
 
 
 def wrong_kinds(run: Run) -> dict[str, list[Any]]:
@@ -80,7 +107,7 @@ def test_objects_of_another_kind(tmp_path: Path, name: str) -> None:
             with pytest.raises(CheckpointError, match=f"^{name}="):
                 call(tmp_path / ("a" if "sharded" in call.__name__ else "a.pt"), **given)
     for call in SAVES.values():
-        with pytest.raises(CheckpointError, match=r"^model= is a NoneType"):
+        with pytest.raises(CheckpointError, match=r"^model= is, or holds, a NoneType"):
             call(tmp_path / "b", model=None, optimizer=run.optimizer)
     assert files == {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
     assert alike(run.state(), before)
@@ -94,32 +121,12 @@ def test_classes_for_objects(tmp_path: Path) -> None:
         checkpoint.load(tmp_path / "a.pt", schedule=nn.Linear)
 
 
-def test_what_is_no_session_has_no_scale() -> None:
-    with pytest.raises(CheckpointError, match=r"^session= is a Linear"):
-        checkpoint.adopt_scale(nn.Linear(2, 2), {"loss_scale": 2.0, "unskipped": 1})  # type: ignore[arg-type]
-
-
-def test_what_is_no_model_is_not_exported(tmp_path: Path) -> None:
-    pytest.importorskip("safetensors")
-    run = Run("O4")
-    for wrong in (run.optimizer, run.model.state_dict(), None, [run.model], "x", nn.Linear):
-        with pytest.raises(CheckpointError, match=r"^model= is"):
-            checkpoint.export(tmp_path / "a", wrong)
-    for metadata in ({"a": 1}, {1: "a"}, "x", [("a", "b")]):
-        with pytest.raises(CheckpointError, match=r"^metadata="):
-            checkpoint.export(tmp_path / "a", run.model, metadata=metadata)  # type: ignore[arg-type]
-    assert not list(tmp_path.iterdir())
-
-
 @pytest.mark.parametrize("path", [None, 3, b"a.pt", io.BytesIO(), "a\0b"])
 def test_what_is_no_path(path: Any) -> None:
     run = Run("O4")
     for call in (*SAVES.values(), checkpoint.load, checkpoint.load_sharded):
         with pytest.raises(CheckpointError, match=r"path of a file or folder"):
             call(path, **run.objects)
-    pytest.importorskip("safetensors")
-    with pytest.raises(CheckpointError, match=r"path of a file or folder"):
-        checkpoint.export(path, run.model)
 
 
 def test_a_folder_is_read_by_load_sharded(tmp_path: Path) -> None:
@@ -128,13 +135,3 @@ def test_a_folder_is_read_by_load_sharded(tmp_path: Path) -> None:
     (tmp_path / "a.pt").write_text("")
     with pytest.raises(NotADirectoryError):
         checkpoint.load(tmp_path / "a.pt" / "b.pt")
-
-
-@pytest.mark.parametrize("wrong", ["moon", "cuda:99", torch.device("cuda", 99), 3, ["cpu"], {"cpu": "moon"}], ids=str)
-def test_devices_that_are_not_there(tmp_path: Path, wrong: Any) -> None:
-    model = nn.Linear(2, 2)
-    checkpoint.save(tmp_path / "a.pt", model=model)
-    with pytest.raises(CheckpointError, match=r"^map_location="):
-        checkpoint.load(tmp_path / "a.pt", model=model, map_location=wrong)
-    for right in ("cpu", torch.device("cpu"), None, {"cpu": "cpu"}, lambda storage, _: storage):
-        checkpoint.load(tmp_path / "a.pt", model=model, map_location=right)

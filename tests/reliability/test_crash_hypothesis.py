@@ -15,6 +15,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import preamp
+from preamp.checkpoint._masters import Beside
 from preamp.errors import PreampError
 from preamp.rules import OpRules
 from preamp.scaling import SCHEDULES, StaticScale
@@ -182,30 +183,31 @@ SESSIONS = st.sampled_from(["O1", "O2", "O5"]).flatmap(
 )
 
 
-def adopted(state: Any) -> None:
-    run = session_of("O1")
-    before = run.session.state_dict()
+def beside(case: tuple[str, Any]) -> None:
+    """A session's part of a checkpoint, whose masters are the model's."""
+    level, state = case
+    run = session_of(level)
+    before = run.state()
     try:
-        preamp.checkpoint.adopt_scale(run.session, state)
+        Beside(run.session, [run.model]).load_state_dict(state)
     except PreampError:
-        assert alike(run.session.state_dict(), before)
-    run.session.load_state_dict(before)
+        assert alike(run.state(), before)
+    run.session.load_state_dict(before["session"])
 
 
-ADOPTED = st.sampled_from(
-    [
-        {"scale": 2.0, "growth_factor": 2.0, "backoff_factor": 0.5, "growth_interval": 10, "_growth_tracker": 1},
-        {"loss_scaler0": {"loss_scale": 8.0, "unskipped": 3}},
-        {"loss_scaler": {"loss_scale": 8.0, "unskipped": 3}, "fp32_from_fp16": []},
-    ]
-).flatmap(lambda good: mutated(lambda: copy.deepcopy(good)))
+BESIDE = st.sampled_from(["O1", "O2", "O5"]).flatmap(
+    lambda level: st.tuples(
+        st.just(level),
+        mutated(lambda: copy.deepcopy(Beside(session_of(level).session, [session_of(level).model]).state_dict())),
+    )
+)
 
 PROPERTIES: dict[str, tuple[Any, Callable[[Any], None]]] = {
     "policies": (POLICIES, policies),
     "rules": (RULES, rules),
     "scales": (STATES, scales),
     "sessions": (SESSIONS, sessions),
-    "adopted": (ADOPTED, adopted),
+    "beside": (BESIDE, beside),
 }
 
 

@@ -242,12 +242,12 @@ def test_several_objects_are_all_or_nothing_and_named(tmp_path: Path) -> None:
     models = {name: nn.Linear(2, 2) for name in "ab"}
     path = tmp_path / "c.pt"
     save(path, model=models)
-    for wrong in ({"a": models["a"]}, {"a": models["a"], "c": models["b"]}, models["a"]):
-        with pytest.raises(CheckpointError, match="holds"):
+    for wrong in ({"a": models["a"], "c": models["b"]}, models["a"]):
+        with pytest.raises(CheckpointError, match=r"has no 'model(:c)?'; it has model:a, model:b"):
             load(path, model=wrong)
     fresh = {"a": nn.Linear(2, 2), "b": nn.Linear(2, 3)}
     before = {name: {k: v.clone() for k, v in model.state_dict().items()} for name, model in fresh.items()}
-    with pytest.raises(CheckpointError, match="model 'b'"):
+    with pytest.raises(CheckpointError, match="model:b"):
         load(path, model=fresh)
     assert all(alike(dict(model.state_dict()), before[name]) for name, model in fresh.items())
     fresh["b"] = nn.Linear(2, 2)
@@ -265,7 +265,6 @@ FULL = """
     path = folder / "c.pt"
     small, large = nn.Linear(4, 4), nn.Linear(200, 200)
     preamp.checkpoint.save(path, model=small)
-    preamp.checkpoint.export(folder / "m.safetensors", small)
     before = {name: (folder / name).read_bytes() for name in sorted(os.listdir(folder))}
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, resource.RLIM_INFINITY))
@@ -279,12 +278,11 @@ FULL = """
         assert {name: (folder / name).read_bytes() for name in sorted(os.listdir(folder))} == before
     told(lambda: preamp.checkpoint.save(path, model=large))
     told(lambda: preamp.checkpoint.save_async(path, model=large).result())
-    told(lambda: preamp.checkpoint.export(folder / "m.safetensors", large))
     told(lambda: preamp.checkpoint.save(folder / "nowhere" / "c.pt", model=small))
     resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
     preamp.checkpoint.save(path, model=large)
     preamp.checkpoint.load(path, model=large)
-    assert sorted(os.listdir(folder)) == ["c.pt", "m.safetensors"]
+    assert os.listdir(folder) == ["c.pt"]
 """
 
 
@@ -296,10 +294,9 @@ def test_no_room_on_the_disk(tmp_path: Path) -> None:
     folder.mkdir()
     ran = forks.run([str(script), str(folder)])
     assert ran.returncode == 0, ran.stderr
-    saved, later, exported, nowhere = ran.stdout.splitlines()
+    saved, later, nowhere = ran.stdout.splitlines()
     for line in (saved, later):
         assert line.startswith("OSError 27 ") and "File too large" in line and "c.pt" in line, line
-    assert "m.safetensors" in exported and "File too large" in exported and "no error" not in exported, exported
     assert nowhere.startswith("FileNotFoundError 2 ") and "nowhere" in nowhere
 
 

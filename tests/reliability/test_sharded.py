@@ -207,7 +207,7 @@ def test_files_that_want_to_run_code(where: str, tmp_path: Path) -> None:
     run.train(0, 2)
     save_sharded(tmp_path, **run.parts)
     before = run.everything()
-    latest = read(tmp_path / LATEST, "cpu")
+    latest = read(tmp_path / LATEST)
     parts, gone = tmp_path / str(latest["generation"]), tmp_path / "gone off"
     if where in ("contents", "not a table"):
         evil: Any = Bomb(gone) if where == "contents" else {"state_dict_metadata": {}}

@@ -1,4 +1,4 @@
-"""A model that is loaded without a session gets the masters' float32 values."""
+"""What is saved of a prepared model, and loaded into one, are its float32 values, with its session and without."""
 
 from __future__ import annotations
 
@@ -160,6 +160,61 @@ def test_masters_of_a_session_beside_the_one_that_is_saved(tmp_path: Path) -> No
         pair[1].close()
 
 
+@pytest.mark.parametrize(("level", "kind"), CASES)
+def test_a_save_anywhere_in_a_step_changes_nothing(tmp_path: Path, level: str, kind: str) -> None:
+    ends = []
+    for saves in (False, True):
+        model, session = trained(level, MAKERS[kind])
+        optimizer = session.optimizers[""]
+
+        def saved(model: Any = model, optimizer: Any = optimizer, session: Any = session, saves: bool = saves) -> None:
+            if saves:
+                checkpoint.save(tmp_path / "a.pt", model=model, optimizer=optimizer, session=session)
+
+        for step in range(4):
+            for last in (False, True):
+                with session.autocast():
+                    loss = model(torch.arange(5)).float().square().mean()
+                session.backward(loss, sync=last)
+                saved()
+            if step % 2:
+                session.unscale_()
+                saved()
+            session.clip_grad_norm_(0.01)
+            saved()
+            session.step()
+            saved()
+            session.zero_grad()
+        ends.append([true(model, session), copy.deepcopy(optimizer.state_dict()["state"])])
+        session.close()
+    assert str(ends[0]) == str(ends[1]) and equal_states(*ends)
+
+
+def equal_states(one: Any, other: Any) -> bool:
+    if isinstance(one, Tensor):
+        return torch.equal(one, other)
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(equal_states(one[key], other[key]) for key in one)
+    return all(map(equal_states, one, other)) if isinstance(one, list) else bool(one == other)
+
+
+class Copies(nn.Linear):
+    """Gives copies of its weights for a state."""
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        return {name: value.detach().clone() for name, value in super().state_dict(*args, **kwargs).items()}
+
+
+def test_a_model_that_copies_its_weights_is_saved_in_float32(tmp_path: Path) -> None:
+    model = Copies(4, 4)
+    session = preamp.prepare(model, torch.optim.SGD(model.parameters(), 0.1), level="O5")
+    wanted = session.state_dict()["masters"]
+    checkpoint.save(tmp_path / "a.pt", model=model, session=session)
+    assert equal_states(checkpoint.load(tmp_path / "a.pt")["model"], wanted)
+    assert wanted["weight"].dtype is torch.float32
+    session.close()
+
+
 class Refuses:
     """Does not accept what it has saved."""
 
@@ -185,28 +240,28 @@ def test_a_prepared_model_gets_back_the_masters_that_it_had(tmp_path: Path, kind
     session.close()
 
 
-def test_16_bit_weights_for_masters_are_told(tmp_path: Path) -> None:
+def test_a_model_in_16_bits_is_taken_as_it_is(tmp_path: Path) -> None:
+    """Into masters, too: there are no better values of it."""
     model, session = trained("O5", MAKERS["torch"])
     checkpoint.save(tmp_path / "a.pt", model=Net().to(torch.bfloat16))
-    with pytest.warns(preamp.PreampWarning, match="no float32 values .* 16-bit numbers"):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
         checkpoint.load(tmp_path / "a.pt", model=model)
     assert equal_in_full(model, session, Net().to(torch.bfloat16).float().state_dict())
     session.close()
 
 
-def test_of_an_average_there_are_no_masters(tmp_path: Path) -> None:
+def test_an_average_beside_the_model(tmp_path: Path) -> None:
     model, session = trained("O5", MAKERS["torch"])
-    average = Net().to(torch.bfloat16)
-    checkpoint.save(tmp_path / "a.pt", model=average, amp=session)
-    fresh = Net()
-    with pytest.warns(preamp.PreampWarning, match="of other weights"):
-        checkpoint.load(tmp_path / "a.pt", model=fresh)
-    assert equal(fresh, {name: value.float() for name, value in average.state_dict().items()})
-    with session.full_precision(values_only=True), warnings.catch_warnings():
+    average = copy.deepcopy(Net()).to(torch.bfloat16)
+    with session.full_precision(values_only=True):
+        checkpoint.save(tmp_path / "a.pt", model=model, session=session, average=average)
+        wanted = copy.deepcopy(model.state_dict())
+    fresh, low = Net(), Net().to(torch.bfloat16)
+    with warnings.catch_warnings():
         warnings.simplefilter("error")
-        checkpoint.save(tmp_path / "a.pt", model=model, session=session)
-        checkpoint.load(tmp_path / "a.pt", model=fresh)
-    assert equal(fresh, true(model, session))
+        checkpoint.load(tmp_path / "a.pt", model=fresh, average=low)
+    assert equal(fresh, wanted) and equal(low, average.state_dict())
     session.close()
 
 
@@ -226,13 +281,13 @@ def test_a_scale_that_is_left_in_the_file_is_told(tmp_path: Path, level: str, am
     checkpoint.save(tmp_path / "plain.pt", model=model, optimizer=optimizer)
     if not prepared:
         session.close()
-    wanted = r"after 3 steps.*give session=session" if amp == "session" else "a loss scaler.*adopt_scale"
+    wanted = r"after 3 steps.*give session=session" if amp == "session" else "a loss scaler.*DynamicScale"
     for objects in ({"model": model, "optimizer": optimizer}, {"optimizer": optimizer}, {"model": model}):
         with warnings.catch_warnings(record=True) as seen:
             warnings.simplefilter("always")
             checkpoint.load(tmp_path / "plain.pt", **objects)
             assert not seen
-            content = checkpoint.load(tmp_path / "a.pt", **objects)
+            checkpoint.load(tmp_path / "a.pt", **objects)
         told = [each for each in seen if re.search(wanted, str(each.message))]
         assert len(told) == len(seen) == (prepared or "optimizer" in objects)
         assert all(each.filename == __file__ and each.category is preamp.PreampWarning for each in told)
@@ -242,9 +297,6 @@ def test_a_scale_that_is_left_in_the_file_is_told(tmp_path: Path, level: str, am
         checkpoint.load(tmp_path / "a.pt", optimizer=optimizer, amp=Keeps())
         if prepared and amp == "session":
             checkpoint.load(tmp_path / "a.pt", model=model, optimizer=optimizer, session=session)
-    if amp == "apex" and level != "O5" and prepared:
-        checkpoint.adopt_scale(session, content["amp"])
-        assert session.loss_scale() == 512
     session.close()
 
 

@@ -17,9 +17,8 @@ from preamp.report import (
     Series,
     Span,
     exponent_spans,
-    to_svg,
 )
-from preamp.report.svg import runs, thin
+from preamp.report.svg import runs, thin, to_svg
 
 NUMBER = re.compile(r"-?\d+(?:\.\d+)?")
 ACROSS, DOWN = ("x", "x1", "x2", "cx"), ("y", "y1", "y2", "cy")
@@ -27,7 +26,7 @@ ACROSS, DOWN = ("x", "x1", "x2", "cx"), ("y", "y1", "y2", "cy")
 
 def check(chart, width=760):
     """Parse the drawing; every coordinate is finite and inside the view box. Returns the root."""
-    text = to_svg(chart, width, standalone=False)
+    text = to_svg(chart, width)
     assert not re.search(r"\b(nan|inf)\b", re.sub(r"<(title|desc|text)\b.*?</\1>", "", text, flags=re.S))
     root = ET.fromstring(text)
     _, _, wide, tall = map(float, root.get("viewBox").split())
@@ -67,9 +66,9 @@ def any_series(draw):
 @settings(deadline=None, max_examples=150)
 @given(
     series=st.lists(any_series(), max_size=3),
-    scale=st.sampled_from([{}, {"x_log": True}, {"y_log": True}, {"y_log2": True}, {"x_log": True, "y_log": True}]),
+    scale=st.sampled_from([{}, {"x_log": True}, {"y_log2": True}, {"x_log": True, "y_log2": True}]),
     markers=st.lists(st.builds(Marker, st.floats(), any_float, st.text(max_size=30)), max_size=4),
-    spans=st.lists(st.builds(Span, st.sampled_from("xy"), any_float, any_float, st.text(max_size=12)), max_size=4),
+    spans=st.lists(st.builds(Span, any_float, any_float, st.text(max_size=12)), max_size=4),
     text=st.text(max_size=120),
     width=st.sampled_from([390, 760]),
 )  # fmt: skip
@@ -82,10 +81,10 @@ def test_any_line_chart_is_a_sound_drawing(series, scale, markers, spans, text, 
 
 @pytest.mark.slow
 @settings(deadline=None, max_examples=60)
-@given(series=st.lists(any_series(), max_size=3), y_log=st.booleans(), width=st.sampled_from([390, 760]))
-def test_any_histogram_is_a_sound_drawing(series, y_log, width):
+@given(series=st.lists(any_series(), max_size=3), width=st.sampled_from([390, 760]))
+def test_any_histogram_is_a_sound_drawing(series, width):
     spans = exponent_spans("fp16", smallest_subnormal=2**-24, smallest_normal=2**-14, largest=65504)
-    chart = ExponentHistogram("h", series, y_log=y_log, spans=spans)
+    chart = ExponentHistogram("h", series, spans=spans)
     check(chart, width)
     chart.to_text()
     json.dumps(chart.to_dict(), allow_nan=False)
@@ -143,14 +142,14 @@ def test_gaps_stay_open():
 
 
 def test_what_is_not_positive_is_a_gap_on_a_log_axis():
-    chart = LineChart("t", "x", "y", [Series("s", [0, 1, 10, 100, 1000], [1, -1, 2, 0, 4])], x_log=True, y_log=True)
+    chart = LineChart("t", "x", "y", [Series("s", [0, 1, 10, 100, 1000], [1, -1, 2, 0, 4])], x_log=True, y_log2=True)
     root = check(chart)
     assert not [d for d in paths(root, "line") if d.count("L") > 1]
     assert paths(root, "dot")[0].count("M") == 2
 
 
 def test_a_band_below_zero_reaches_the_bottom_of_a_log_axis():
-    chart = LineChart("t", "x", "y", [Series("s", [0, 1, 2], [1, 1, 1], [0.5, -1, 0.5], [2, 2, 2])], y_log=True)
+    chart = LineChart("t", "x", "y", [Series("s", [0, 1, 2], [1, 1, 1], [0.5, -1, 0.5], [2, 2, 2])], y_log2=True)
     assert paths(check(chart), "band")[0].count("L") == 5
 
 
@@ -166,15 +165,14 @@ def test_neighbouring_bins_share_an_outline():
 
 
 def test_a_span_that_no_data_reaches_is_left_out():
-    spans = [Span("x", 0.5, None, "seen"), Span("x", 50, 60, "far"), Span("y", -math.inf, 1.5, "low")]
+    spans = [Span(0.5, None, "seen"), Span(50, 60, "far")]
     text = to_svg(LineChart("t", "x", "y", [Series("s", [0, 1], [1, 2])], spans=spans))
     assert ">seen<" in text
-    assert ">low<" in text
     assert ">far<" not in text
 
 
 def test_labels_of_spans_do_not_overlap():
-    spans = [Span("x", i / 10, i / 10 + 0.1, f"a rather long label {i}") for i in range(10)]
+    spans = [Span(i / 10, i / 10 + 0.1, f"a rather long label {i}") for i in range(10)]
     root = check(LineChart("t", "x", "y", [Series("s", [0, 1], [1, 2])], spans=spans))
     placed = [(float(n.get("x")), n.get("y")) for n in root.iter() if n.get("class") == "small"]
     assert len(placed) == len(set(placed)) == 10
@@ -235,8 +233,6 @@ def test_a_hundred_thousand_points_make_a_small_drawing():
         lambda: HeatMap("c", ["a", "b"], ["c"], [[1]], "v"),
         lambda: HeatMap("c", ["a"], ["b"], [[1]], "v", pale=1, dark=1),
         lambda: HeatMap("c", ["a"], ["b"], [[1]], "v", dark=math.inf),
-        lambda: Span("z", 0, 1, ""),
-        lambda: LineChart("t", "x", "y", [], y_log=True, y_log2=True),
     ],
 )
 def test_contradictions_are_refused(make):

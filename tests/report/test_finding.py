@@ -61,10 +61,6 @@ def test_text_tells_place_evidence_and_fix():
     assert "source line 3" in Finding("PA109", "warning", "m", line=3).to_text()
 
 
-def test_markdown_fence_is_longer_than_any_inside():
-    assert full(fix="```\nx\n```").to_markdown().startswith("````text\n")
-
-
 def test_dict_is_strict_json_and_complete():
     found = json.loads(json.dumps(full().to_dict(), allow_nan=False))
     assert found == {**full().to_dict(), "evidence": {"amax": None, "carriers": ["a", "b"]}}

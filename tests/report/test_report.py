@@ -18,10 +18,8 @@ from preamp.report import (
     Report,
     Section,
     Series,
-    Snippet,
     Span,
     Table,
-    to_svg,
 )
 
 EVIL = '<script>alert(1)</script><img src=x onerror=alert(2)>"\' onload="x" ]]> & \x00\x0b \ud800 `c`'
@@ -56,7 +54,7 @@ class Page(HTMLParser):
 
 def rich(word, **changes):
     """A report with `word` in every place that takes text."""
-    span = (Span("x", 0, 0.5, word), Span("y", 0, 0.5, word))
+    span = (Span(0, 0.5, word),)
     series = (Series(word, [0, 1], [0, 1]), Series("b", [0, 1], [1, 0], [0, 0], [1, 1]))
     items = (
         Finding("PA201", "error", word, word, word, "forward", word, 3, 4, {word: word, "n": float("nan")}, word),
@@ -65,7 +63,6 @@ def rich(word, **changes):
         LineChart(word, word, word, series, markers=(Marker(0.5, 0.5, word),), spans=span, note=word),
         ExponentHistogram(word, series, x_label=word, y_label=word, spans=span, note=word),
         BarChart(word, [word, "b"], [Bars(word, [1, 2]), Bars("o", [2, 1])], word, note=word),
-        Snippet(word, word),
     )
     values = {"summary": word, "environment": {word: word}, "created": word, "data": {word: [word, float("nan")]}}
     return Report(word, word, [Section(word, word, items)] * 4, **{**values, **changes})
@@ -141,12 +138,11 @@ def test_text_form():
     report = Report(
         "Title",
         "All is well.",
-        [Section("Part", "One.\n\nTwo.", [Table("", ["a"], [(1,)]), Snippet("Paste", "x = 1")])],
+        [Section("Part", "One.\n\nTwo.", [Table("", ["a"], [(1,)])])],
         environment={"torch": "2", "n": 4},
     )
     assert report.to_text() == (
-        "Title\n=====\n\nAll is well.\n\ntorch  2\nn      4\n\nPart\n----\n\nOne.\n\nTwo.\n\na\n-\n1\n\n"
-        "Paste\n    x = 1\n"
+        "Title\n=====\n\nAll is well.\n\ntorch  2\nn      4\n\nPart\n----\n\nOne.\n\nTwo.\n\na\n-\n1\n"
     )
 
 
@@ -154,7 +150,7 @@ def test_dict_is_strict_json_with_findings_by_harm():
     found = json.loads(json.dumps(rich("w").to_dict(), allow_nan=False))
     assert [finding["severity"] for finding in found["findings"]] == ["error"] * 4 + ["warning"] * 4
     kinds = [item["kind"] for item in found["sections"][0]["items"]]
-    assert kinds == ["finding", "finding", "table", "line_chart", "exponent_histogram", "bar_chart", "snippet"]
+    assert kinds == ["finding", "finding", "table", "line_chart", "exponent_histogram", "bar_chart"]
 
 
 def test_an_unknown_item_or_status_is_refused():
@@ -184,12 +180,6 @@ def test_a_report_is_written_whole_or_not_at_all(tmp_path, monkeypatch):
     assert [file.name for file in path.parent.iterdir()] == ["report.html"]
     rich(EVIL).write_html(path)
     assert b"alert(1)" in path.read_bytes()
-
-
-def test_a_standalone_drawing_brings_its_style():
-    chart = LineChart("t", "x", "y", [Series("s", [0, 1], [0, 1])])
-    assert "<style>" in to_svg(chart)
-    assert "<style>" not in to_svg(chart, standalone=False)
 
 
 def test_importing_the_report_loads_no_heavy_package():

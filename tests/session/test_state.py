@@ -205,7 +205,7 @@ def test_state_that_does_not_fit_is_refused_and_changes_nothing() -> None:
     masters["extra"] = masters.pop("0.weight")
     for state, message in (
         ({}, "not a session's state"),
-        (torch.amp.GradScaler("cpu").state_dict(), r"a scaler of torch.amp or Apex.*adopt_scale\(session, state\)"),
+        (torch.amp.GradScaler("cpu").state_dict(), r"a scaler of torch.amp or Apex.*DynamicScale\(init_scale"),
         ({"loss_scaler0": {"loss_scale": 2.0, "unskipped": 1}}, "a scaler of torch.amp or Apex"),
         (broken(version=99), "version 99"),
         (broken(policy="O1"), "policy"),

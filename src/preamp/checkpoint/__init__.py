@@ -5,12 +5,8 @@ is sealed with a hash of all its bytes: a flipped bit is an error, and not a sli
 all or nothing. What preamp guarantees: `docs/reliability.md`.
 """
 
-from ._adopt import adopt_scale
-from ._export import export
 from ._load import load
 from ._save import save, save_async
 from ._sharded import load_sharded, save_sharded, save_sharded_async
 
-__all__ = [
-    "adopt_scale", "export", "load", "load_sharded", "save", "save_async", "save_sharded", "save_sharded_async",
-]  # fmt: skip
+__all__ = ["load", "load_sharded", "save", "save_async", "save_sharded", "save_sharded_async"]

@@ -14,22 +14,20 @@ import platform
 import re
 import secrets
 import stat
-import zipfile
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any, cast
 
 import torch
 
 from ..errors import CheckpointError, kind_of
-from ._content import AnyPath, check_extents
+from ._arguments import AnyPath
 
-FORMAT = "preamp-checkpoint/1"
+FORMAT = "preamp-checkpoint/2"
 
 _SEAL = b"preamp sha256 "
 _SEALED = len(_SEAL) + 64
-_BEGIN = b"PK\x03\x04"
 _END, _END_SIZE = b"PK\x05\x06", 22
 """The record that ends a zip archive: its first bytes, and its size before the comment, whose length ends it."""
 
@@ -38,14 +36,13 @@ _under_way: set[str] = set()
 """Temporary files that this process is writing now."""
 
 
-@contextmanager
-def replacing(path: AnyPath) -> Iterator[Path]:
-    """Give a temporary file, to be written to and renamed over `path` when the block ends well.
+def write(path: AnyPath, content: Mapping[str, Any]) -> None:
+    """Write `content` with a seal, to a temporary file that is renamed over `path` when it is complete.
 
     Through symbolic links: the target is replaced, and the links stay. A file keeps its permissions and, as far as the
-    system allows, its owner. If the block fails, the temporary file is removed and the old file stays. An `OSError`
-    names `path` and keeps its errno; `CheckpointError` for a device, a pipe or a socket. Temporary files of killed
-    processes of this machine are removed.
+    system allows, its owner. If that fails, the temporary file is removed and the old file stays. An `OSError` names
+    `path` and keeps its errno; `CheckpointError` for a device, a pipe or a socket. Temporary files of killed processes
+    of this machine are removed.
     """
     target = Path(os.path.realpath(path))
     temporary = target.with_name(f".{target.name}.{_HOST}-{os.getpid()}-{secrets.token_hex(4)}.tmp")
@@ -53,12 +50,23 @@ def replacing(path: AnyPath) -> Iterator[Path]:
     try:
         before = _replaceable(path)
         _clear_leftovers(target)
-        os.close(os.open(temporary, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600 if before else 0o666))
-        yield temporary
+        with open(os.open(temporary, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600 if before else 0o666), "r+b") as file:
+            sealing = _Sealing(file)
+            torch.save({**content, "format": FORMAT}, cast("IO[bytes]", sealing))
+            sealing.seal()
+            file.flush()
+            os.fsync(file.fileno())
         if before is not None:
-            _let_be_as(before, temporary)
+            with suppress(OSError, AttributeError):  # Windows has no owners
+                os.chown(temporary, before.st_uid, before.st_gid)
+            os.chmod(temporary, stat.S_IMODE(before.st_mode))
         os.replace(temporary, target)
-        _sync_directory(target.parent)
+        with suppress(OSError):  # the rename itself survives a power cut, where the system allows it
+            folder = os.open(target.parent, os.O_RDONLY)
+            try:
+                os.fsync(folder)
+            finally:
+                os.close(folder)
     except OSError as error:
         reason = f"{error.strerror or error}: nothing was written, and what was there before is as it was"
         raise OSError(error.errno or errno.EIO, reason, os.fspath(path)) from error
@@ -82,36 +90,15 @@ def _replaceable(path: AnyPath) -> os.stat_result | None:
     return found
 
 
-def _let_be_as(before: os.stat_result, path: Path) -> None:
-    """Give a file the permissions and, if that is allowed, the owner of the previous one."""
-    if os.name == "posix" and (before.st_uid, before.st_gid) != (os.geteuid(), os.getegid()):
-        with suppress(OSError):
-            os.chown(path, before.st_uid, before.st_gid)
-    os.chmod(path, stat.S_IMODE(before.st_mode))
-
-
-def write(path: AnyPath, content: Mapping[str, Any]) -> None:
-    """Write `content` with a seal, atomically; `OSError` when the system cannot."""
-    with replacing(path) as temporary, open(temporary, "r+b") as file:
-        sealing = _Sealing(file)
-        torch.save({**content, "format": FORMAT}, cast("IO[bytes]", sealing))
-        sealing.seal()
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def read(path: AnyPath, map_location: Any) -> dict[str, Any]:
+def read(path: AnyPath) -> dict[str, Any]:
     """The content of a file, proven to be what was written; `CheckpointError`, or an `OSError` if it does not open."""
     if os.path.isdir(path):
         raise CheckpointError(f"{path} is a folder: what save_sharded wrote to one is read by load_sharded")
     with open(path, "rb") as file:
+        _check_seal(file, path)
+        file.seek(0)
         try:
-            _check_seal(file, path)
-            size = _check_archive(file, path)
-            content: Any = torch.load(file, map_location=map_location, weights_only=True)
-            check_extents(content, size, path)
-        except CheckpointError:
-            raise
+            content: Any = torch.load(file, map_location="cpu", weights_only=True)
         except Exception as error:
             raise CheckpointError(
                 f"{path} cannot be read as a checkpoint: its parts are not as torch.save writes them, or would have to "
@@ -178,25 +165,6 @@ def _check_seal(file: IO[bytes], path: Any) -> None:
         raise CheckpointError(f"{path} is damaged: its bytes do not match the seal they were saved with")
 
 
-def _check_archive(file: IO[bytes], path: Any) -> int:
-    """The size of a file, in bytes, that is an archive whose parts, unpacked, are no larger; else `CheckpointError`.
-
-    `torch.save` compresses nothing. In another archive torch would trust whatever size it claims. Rewinds the file.
-    """
-    size = file.seek(0, os.SEEK_END)
-    file.seek(0)
-    if file.read(4) == _BEGIN:
-        with zipfile.ZipFile(file) as archive:
-            unpacked = sum(entry.file_size for entry in archive.infolist())
-        file.seek(0)
-        if unpacked <= size:
-            return size
-    raise CheckpointError(
-        f"{path} is no archive as torch.save writes it, or its parts are larger than the whole: it was made by "
-        "something else, and would take more memory than it may"
-    )
-
-
 def _hash_of_first(file: IO[bytes], count: int) -> Any:
     """SHA-256 of the first `count` bytes."""
     hashed = hashlib.sha256()
@@ -229,13 +197,3 @@ def _runs(process: int) -> bool:
     except PermissionError:
         return True
     return process != os.getpid()
-
-
-def _sync_directory(directory: Path) -> None:
-    """Make the rename itself survive a power cut, where the system allows it."""
-    with suppress(OSError):
-        handle = os.open(directory, os.O_RDONLY)
-        try:
-            os.fsync(handle)
-        finally:
-            os.close(handle)

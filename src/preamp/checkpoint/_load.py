@@ -3,73 +3,67 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from torch import nn
 
 from ..errors import CheckpointError, OptimizerError, PreampError, PreampWarning, kind_of
 from ..session import Session, sessions_of
-from ._arguments import by_name, check_devices, check_path, check_session
-from ._content import AnyPath, Models, Optimizers, kept_on_host, several_in
+from ._arguments import AnyPath, Models, Optimizers, check_path, check_session, named
+from ._content import kept_on_host
 from ._file import read
 from ._fitting import fitting
-from ._masters import in_full, with_masters
+from ._masters import Beside, in_full
 from ._save import finish
 
 
 def load(
     path: AnyPath, *, model: Models | None = None, optimizer: Optimizers | None = None, session: Session | None = None,
-    map_location: Any = "cpu", **extra: Any,
+    **extra: Any,
 ) -> dict[str, Any]:  # fmt: skip
-    """Read a checkpoint, load what is named into the objects given, and return the whole content.
+    """Read a checkpoint, load what is named into the objects given, and return the whole content, on the CPU.
 
     All or nothing: if one object does not accept its state, those before it get back what they had; for that, copies of
     their states are kept in host memory during the call. Waits for a `save_async`. `extra`: further objects, by the
-    names they were saved under, with `state_dict` and `load_state_dict` (an LR scheduler); None is left out. Without
-    `session`, a float32 model and the masters of a prepared one get the values of the masters in the file, where that
-    has them, and not the 16-bit weights; a `PreampWarning` says that the rest of a session's state stays in the file,
-    where a run would go on from it (with `optimizer`, or a prepared model). Optimizers that are not preamp's get
-    moments in 8 bits as float32.
+    names they were saved under, with `state_dict` and `load_state_dict` (an LR scheduler); None is left out. A prepared
+    model takes float32 values as its masters. Without `session`, a `PreampWarning` says that the rest of a session's
+    state stays in the file, where a run would go on from it (with `optimizer`, or a prepared model). Optimizers that
+    are not preamp's get moments in 8 bits as float32.
 
     Raises `CheckpointError` for a file that is not one, is damaged, lacks what an object needs or does not fit it;
     `StateError` when it does not fit the session; `OSError` when it cannot be opened.
     """
     check_path(path)
-    check_devices(map_location)
-    model = None if model is None else by_name("model", model, "load_state_dict")
-    optimizer = None if optimizer is None else by_name("optimizer", optimizer, "load_state_dict")
-    check_session(session, model, optimizer)
-    finish()
-    models = model.values() if isinstance(model, Mapping) else [model]
-    model = with_masters(model, session)
-    content = read(path, map_location)
-    extra = {key: target for key, target in extra.items() if target is not None}
+    models = {} if model is None else named("model", model, "load_state_dict")
+    optimizers = {} if optimizer is None else named("optimizer", optimizer, "load_state_dict")
+    check_session(session, models.values(), optimizers.values())
+    extra = {name: target for name, target in extra.items() if target is not None}
     if session is not None and "amp" in extra:
         raise CheckpointError("'amp' is the name of the session's own state: give session= or amp=, not both")
-    for key, target in extra.items():
+    for name, target in extra.items():
         if isinstance(target, type) or not (hasattr(target, "state_dict") and hasattr(target, "load_state_dict")):
             raise CheckpointError(
-                f"{key}= is an object to load into, with a load_state_dict; got {kind_of(target)}: read such a "
-                f"value from what load() returns, load(path)[{key!r}]"
+                f"{name}= is an object to load into, with a load_state_dict; got {kind_of(target)}: read such a "
+                f"value from what load() returns, load(path)[{name!r}]"
             )
-    for key, target in (("model", model), ("optimizer", optimizer), ("amp", session), *extra.items()):
-        if target is not None and key not in content:
-            raise CheckpointError(f"{path} has no {key!r}; it has {', '.join(sorted(content))}")
-    # The optimizer first: loading its state lets masters follow the model's weights, which must still be the old ones
-    # if something goes wrong.
-    weights = content["model"] if model is not None else None
-    if model is not None and session is None:
-        weights = in_full(weights, content.get("amp"), model, path)
-    parts = [
-        *(_paired("optimizer", optimizer, content["optimizer"], path) if optimizer is not None else ()),
-        *(_paired("model", model, weights, path) if model is not None else ()),
-        *([("session", session, content["amp"])] if session is not None else ()),
-        *((key, target, content[key]) for key, target in extra.items()),
-    ]
-    _load_together([(what, target, fitting(what, target, state, path)) for what, target, state in parts], path)
-    if optimizer is not None or sessions_of(*(each for each in models if isinstance(each, nn.Module))):
-        tell_left(None if session is not None or "amp" in extra else content.get("amp"), path)
+    # An optimizer that loads has masters follow the model's weights, which must still be the old ones if something goes
+    # wrong. A session gives the model's masters back as they were before the model takes others.
+    targets = {
+        **optimizers,
+        **({} if session is None else {"amp": Beside(session, models.values())}),
+        **{name: in_full(each, session) for name, each in models.items()},
+        **extra,
+    }
+    finish()
+    content = read(path)
+    if missing := targets.keys() - content:
+        raise CheckpointError(f"{path} has no {', '.join(map(repr, sorted(missing)))}; it has {', '.join(content)}")
+    parts = [(name, target, fitting(name, target, content[name], path)) for name, target in targets.items()]
+    _load_together(parts, path)
+    prepared = sessions_of(*(each for each in models.values() if isinstance(each, nn.Module)))
+    if session is None and "amp" not in extra and (optimizers or prepared):
+        tell_left(content.get("amp"), path)
     return content
 
 
@@ -77,7 +71,7 @@ def tell_left(amp: Any, path: Any) -> None:
     """A `PreampWarning` for the state of a session, or of a scaler, that the run does not go on with."""
     if not isinstance(amp, Mapping) or {"losses", "loss_scaler0", "growth_factor", "loss_scaler"}.isdisjoint(amp):
         return
-    whose, instead = "a loss scaler", "call preamp.checkpoint.adopt_scale(session, content['amp']) with what it returns"
+    whose, instead = "a loss scaler", "prepare with its scale, scale=preamp.DynamicScale(init_scale=...)"
     if "losses" in amp:
         whose, instead = f"a session after {amp.get('steps')} steps", "prepare() first, and give session=session"
     warnings.warn(
@@ -86,23 +80,6 @@ def tell_left(amp: Any, path: Any) -> None:
         PreampWarning,
         stacklevel=3,
     )
-
-
-def _paired(what: str, value: Any, state: Any, path: Any) -> Iterator[tuple[str, Any, Any]]:
-    """(its name, object, its state) of one object or of each in a mapping."""
-    several = several_in(state)
-    if not isinstance(value, Mapping):
-        if several is not None:
-            raise CheckpointError(
-                f"{path} holds several: {', '.join(map(str, several))}; load them by name, {what}={{name: ...}}"
-            )
-        yield what, value, state
-        return
-    if several is None or set(several) != set(value):
-        held = "one object" if several is None else ", ".join(map(str, several)) or "none"
-        raise CheckpointError(f"{path} holds {held}; asked for: {', '.join(map(str, value))}")
-    for name, item in value.items():
-        yield f"{what} {name!r}", item, several[name]
 
 
 def _load_together(parts: list[tuple[str, Any, Any]], path: Any) -> None:

@@ -1,9 +1,8 @@
 """What several ranks do together to save and load: work of which none waits for one that failed, states by name.
 
 States of models and optimizers have the names of parameters, as `torch.distributed.checkpoint` has them. torch makes
-the states of an optimizer that has none by a step with gradients of zero. Such a step counts, so that bias corrections
-and first steps change: it must not happen where a checkpoint is only written, and not to parameters that had no states
-when it was.
+the states of an optimizer that has none by a step. Such a step counts, so that bias corrections and first steps change:
+it must not happen where a checkpoint is only written, and not to parameters that had no states when it was.
 """
 
 from __future__ import annotations
@@ -12,12 +11,15 @@ from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
+import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ..errors import CheckpointError
-from ..sharding import flat_group, ranks
+from ..session import sessions_of
+from ..sharding import ranks
+from ._masters import in_float32
 
 T = TypeVar("T")
 
@@ -64,7 +66,7 @@ def named_states(model: nn.Module, optimizer: Optimizer) -> tuple[dict[str, Any]
     """The states of model and optimizer; of parameters that have not been stepped yet there are none."""
     from torch.distributed.checkpoint.state_dict import get_state_dict
 
-    blank = not optimizer.state and flat_group([model]) is None
+    blank = not optimizer.state
     if blank:
         optimizer.state[optimizer.param_groups[0]["params"][0]] = {}  # so that torch assumes that there are states
     try:
@@ -78,22 +80,25 @@ def named_states(model: nn.Module, optimizer: Optimizer) -> tuple[dict[str, Any]
 
 @contextmanager
 def states_for(model: nn.Module, optimizer: Optimizer, names: Collection[str]) -> Iterator[None]:
-    """Inside, torch makes and sets an optimizer's states for the parameters named, and no others.
+    """Inside, the optimizer has states for the parameters named, and no others, to be read into.
 
-    It does so for parameters that require gradients. If something goes wrong, the optimizer has the states it had.
+    They are made by a step with gradients of zero at a rate of zero, which moves no parameter. If something goes wrong,
+    the optimizer has the states it had.
     """
-    owners = _owners(model, optimizer)
-    params = [param for group in optimizer.param_groups for param in group["params"]]
-    before = [(param, param.grad, param.requires_grad) for param in params]
+    groups: Any = named_states(model, optimizer)[1]["param_groups"]
+    owners = {
+        param: name
+        for named, group in zip(groups, optimizer.param_groups, strict=True)
+        for name, param in zip(named["params"], group["params"], strict=True)
+    }
+    gradients = {param: param.grad for param in owners}
     states, unstarted = dict(optimizer.state), set(getattr(optimizer, "unstarted", ()))
-    wanted = {param for name, param in owners.items() if name in names}
     try:
-        for param in params:
-            param.grad = None
-            if owners and (param.is_floating_point() or param.is_complex()):
-                param.requires_grad_(param in wanted)
-        if any(not optimizer.state.get(param) for param in wanted):
-            optimizer.state.clear()  # torch makes all of them, or none
+        optimizer.state.clear()
+        with in_float32(sessions_of(model)), _at_rate_zero(optimizer):
+            for param, name in owners.items():
+                param.grad = torch.zeros_like(param) if name in names else None
+            optimizer.step()
         yield
     except BaseException:
         optimizer.state.clear()
@@ -102,19 +107,17 @@ def states_for(model: nn.Module, optimizer: Optimizer, names: Collection[str]) -
             optimizer.unstarted = unstarted  # type: ignore[attr-defined]
         raise
     finally:
-        for param, gradient, requires in before:
-            if owners and (param.is_floating_point() or param.is_complex()):
-                param.requires_grad_(requires)
+        for param, gradient in gradients.items():
             param.grad = gradient
 
 
-def _owners(model: nn.Module, optimizer: Optimizer) -> dict[str, nn.Parameter]:
-    """The optimizer's parameters by torch's names; none for FSDP1, whose parameters have several."""
-    if flat_group([model]) is not None:
-        return {}
-    groups: Any = named_states(model, optimizer)[1]["param_groups"]
-    return {
-        name: param
-        for named, group in zip(groups, optimizer.param_groups, strict=True)
-        for name, param in zip(named["params"], group["params"], strict=True)
-    }
+@contextmanager
+def _at_rate_zero(optimizer: Optimizer) -> Iterator[None]:
+    rates = [(group, group["lr"]) for group in optimizer.param_groups if "lr" in group]
+    try:
+        for group, rate in rates:
+            group["lr"] = torch.zeros_like(rate) if isinstance(rate, Tensor) else 0.0
+        yield
+    finally:
+        for group, rate in rates:
+            group["lr"] = rate

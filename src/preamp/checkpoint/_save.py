@@ -5,16 +5,16 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Callable, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor, wait
-from functools import partial
+from concurrent.futures import Future
+from threading import Thread
 from typing import Any
 
 from ..errors import CheckpointError, PreampWarning
 from ..session import Session
-from ._arguments import by_name, check_path, check_session
-from ._content import AnyPath, Models, Optimizers, check_loadable, kept_on_host, states_of
+from ._arguments import AnyPath, Models, Optimizers, check_path, check_session, named
+from ._content import check_loadable, kept_on_host
 from ._file import write
-from ._masters import with_masters
+from ._masters import Beside, in_full
 
 
 def save(
@@ -24,8 +24,8 @@ def save(
 
     `model`, `optimizer`: one, or a list or mapping of several. `extra`: further states to keep, of tensors, numbers,
     strings, lists and dicts, or objects with a `state_dict` (an LR scheduler). Parallel wrappers are saved as they are
-    named. Without `session`, the state of a prepared model has its float32 masters in place of the 16-bit weights. The
-    folder must exist. Returns when file and name are on the disk.
+    named. A prepared model is saved in float32: its masters, where it has 16-bit weights. The folder must exist.
+    Returns when file and name are on the disk.
 
     Raises `CheckpointError` for content that could not be loaded and for the session of other models, and `OSError`,
     with the path and the system's reason (a full disk), when it cannot be written; the old file stays, and no other is
@@ -59,57 +59,52 @@ def _content(
     path: Any, model: Any, optimizer: Any, session: Session | None, extra: Mapping[str, Any]
 ) -> dict[str, Any]:
     check_path(path)
-    model, optimizer = by_name("model", model), None if optimizer is None else by_name("optimizer", optimizer)
-    check_session(session, model, optimizer)
-    content: dict[str, Any] = {"model": states_of(with_masters(model, session))}
-    if optimizer is not None:
-        content["optimizer"] = states_of(optimizer)
+    models, optimizers = named("model", model), {} if optimizer is None else named("optimizer", optimizer)
+    check_session(session, models.values(), optimizers.values())
+    content = {name: in_full(each, session).state_dict() for name, each in models.items()}
+    content.update({name: each.state_dict() for name, each in optimizers.items()})
     if session is not None:
-        content["amp"] = session.state_dict()
+        content["amp"] = Beside(session, models.values()).state_dict()
     for name, value in extra.items():
-        if name in ("format", "map_location") or (name == "amp" and session is not None):
+        if name == "format" or name in content:
             raise CheckpointError(f"{name!r} is a name that checkpoints use themselves; choose another")
+        if isinstance(value, Session):
+            raise CheckpointError(f"{name}= is a session: give it as session=, so that its masters are in the model's")
         content[name] = value.state_dict() if hasattr(value, "state_dict") and not isinstance(value, type) else value
-    check_loadable(content)
+    for name, state in content.items():
+        check_loadable(state, name)
     return content
 
 
 # -- in the background
 
-_thread: ThreadPoolExecutor
-_under_way: set[Future[None]]
-
-
-def _start() -> None:
-    """Begin with nothing under way; so does a forked child, which has none of its parent's threads."""
-    global _thread, _under_way
-    _thread, _under_way = ThreadPoolExecutor(1, "preamp-checkpoint"), set()
-
-
-_start()
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_start)
+_under_way: list[Thread] = []
 
 
 def in_background(path: AnyPath, work: Callable[[], None]) -> Future[None]:
-    """Do `work`, which writes to `path`, in the thread for that."""
-    saving = _thread.submit(work)
-    _under_way.add(saving)
-    saving.add_done_callback(partial(_ended, path))
+    """Do `work`, which writes to `path`, in a thread for which the interpreter waits."""
+    saving: Future[None] = Future()
+
+    def write() -> None:
+        try:
+            work()
+            saving.set_result(None)
+        except BaseException as error:
+            saving.set_exception(error)
+            warnings.warn(  # nobody may ask for the result
+                f"a checkpoint was not saved: {os.fspath(path)} ({type(error).__name__}: {error}). The file there, if "
+                "any, is an older one",
+                PreampWarning,
+                stacklevel=1,
+            )
+
+    thread = Thread(target=write, name="preamp-checkpoint")
+    thread.start()
+    _under_way[:] = [*(each for each in _under_way if each.is_alive()), thread]
     return saving
 
 
-def _ended(path: AnyPath, saving: Future[None]) -> None:
-    _under_way.discard(saving)
-    if (error := saving.exception()) is not None:  # nobody may ask for the result
-        warnings.warn(
-            f"a checkpoint was not saved: {os.fspath(path)} ({type(error).__name__}: {error}). The file there, if any, "
-            "is an older one",
-            PreampWarning,
-            stacklevel=1,
-        )
-
-
 def finish() -> None:
-    """Wait until nothing is being written in the background."""
-    wait(list(_under_way))
+    """Wait until nothing is being written in the background; a forked child has nothing to wait for."""
+    for each in tuple(_under_way):
+        each.join()

@@ -7,8 +7,8 @@ move: a rank killed at any moment leaves the previous generation.
 
 from __future__ import annotations
 
+import re
 import shutil
-import time
 import warnings
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
@@ -23,21 +23,18 @@ from ..errors import CheckpointError
 from ..session import Session, sessions_of
 from ..sharding import rank, ranks
 from ..tree import map_tensors
-from ._arguments import check_kind, check_path, check_session
-from ._content import AnyPath, kept_on_host
+from ._arguments import AnyPath, check_kind, check_path, check_session
+from ._content import kept_on_host
 from ._file import read, sha256_of, write
 from ._load import tell_left
-from ._masters import in_float32
+from ._masters import Beside, in_float32
 from ._ranks import named_states, on_all_ranks, own_group, states_for
 from ._save import finish, in_background
 
 LATEST = "latest"
 
-_MARK = ".preamp-generation"
-"""A file in each generation that holds its name: only folders that have it are ever deleted."""
-
-_SEEN_WITHIN = 10.0
-"""Seconds after which a folder that rank 0 has made counts as not shared: network file systems take their time."""
+_GENERATION = re.compile(r"preamp-(\d{8,})")
+"""The names of generations: only folders that are called so are ever deleted."""
 
 _UNWRITTEN = "the checkpoint was not written, and the one before it is as it was"
 
@@ -48,7 +45,7 @@ def save_sharded(folder: AnyPath, *, model: nn.Module, optimizer: Optimizer, ses
     For FSDP2 and tensor parallelism; also where every rank has everything, and on one process. 16-bit parameters are
     written as the float32 that their masters are. Returns on all ranks when the checkpoint is whole, and the one before
     it is gone. Where it fails on one rank it fails on all, and the one before it stays. `CheckpointError` for a folder
-    that the ranks do not share, and for pipeline stages; `SessionError` between unscale_() or clipping and step().
+    that the ranks do not share, and for pipeline stages.
     """
     check_path(folder)
     finish()
@@ -88,56 +85,43 @@ def _saving(
     from torch.distributed.checkpoint.state_dict_saver import save as save_parts
 
     def begin() -> tuple[dict[str, Any] | None, str]:
-        amp, name = _added(model, optimizer, session), _next_name(target)
+        beside, before = _beside(model, optimizer, session), _latest(target)
+        name = _name(1 if before is None else _number(before["generation"]) + 1)
         if rank() == 0:
             shutil.rmtree(target / name, ignore_errors=True)  # of a save that was killed
             (target / name).mkdir(parents=True)
-            (target / name / _MARK).write_text(name)
-        return amp, name
+        return None if beside is None else beside.state_dict(), name
 
     amp, name = on_all_ranks(begin, _UNWRITTEN)[0]
     with in_float32(sessions_of(model)):
         states, steps = named_states(model, optimizer)
         parts = held({"model": states, "optimizer": steps})
 
-    def look() -> None:
-        until = time.monotonic() + _SEEN_WITHIN
-        while not (target / name).is_dir():
-            if time.monotonic() > until:
-                raise CheckpointError(
-                    f"rank 0 has made {target / name}, and this rank does not see it: all ranks have to write into a "
-                    "folder that they share, and to which they can all come back"
-                )
-            time.sleep(0.05)
-
     def hashed() -> dict[str, str]:
-        names = sorted(path.name for path in (target / name).iterdir())
-        return {each: sha256_of(target / name / each) for each in names[rank() :: ranks()]}
+        mine = [f"__{rank()}_*", *([".metadata"] if rank() == 0 else [])]
+        return {path.name: sha256_of(path) for pattern in mine for path in (target / name).glob(pattern)}
 
     def commit(files: dict[str, str]) -> None:
-        if rank() == 0:
-            write(target / LATEST, {"generation": name, "amp": amp, "files": files})
-            for each in target.iterdir():
-                if each.name != name and _is_ours(each) and not each.is_symlink():
-                    shutil.rmtree(each, ignore_errors=True)
+        if rank() > 0:
+            return
+        unknown = {path.name for path in (target / name).iterdir()} - files.keys()
+        if unknown or not all((target / name / each).exists() for each in files):
+            raise CheckpointError(
+                f"rank 0 does not see in {target / name} what all ranks have written: they have to write into a folder "
+                "that they share, and to which they can all come back"
+            )
+        write(target / LATEST, {"generation": name, "amp": amp, "files": files})
+        for each in target.iterdir():
+            if each.name != name and _GENERATION.fullmatch(each.name) and not each.is_symlink():
+                shutil.rmtree(each, ignore_errors=True)
 
     def save() -> None:
-        on_all_ranks(look, _UNWRITTEN, group)
         with _torchs_own(_UNWRITTEN):  # which agrees on errors by itself
             save_parts(parts, checkpoint_id=target / name, process_group=group)
         files = {each: digest for some in on_all_ranks(hashed, _UNWRITTEN, group) for each, digest in some.items()}
         on_all_ranks(lambda: commit(files), _UNWRITTEN, group)
 
     return save
-
-
-def _next_name(folder: Path) -> str:
-    """The generation after the one that is complete, in a folder that does not exist, or that a killed save left."""
-    before = _latest(folder)
-    number = 1 if before is None else int(before["generation"]) + 1
-    while (folder / _name(number)).exists() and not _is_ours(folder / _name(number)):
-        number += 1
-    return _name(number)
 
 
 def load_sharded(folder: AnyPath, *, model: nn.Module, optimizer: Optimizer, session: Session | None = None) -> None:
@@ -147,7 +131,7 @@ def load_sharded(folder: AnyPath, *, model: nn.Module, optimizer: Optimizer, ses
     twice meanwhile. A `PreampWarning` if a session's state stays in the folder. `CheckpointError` when there is none,
     or it does not fit; `StateError` when of another policy.
     """
-    from torch.distributed.checkpoint.state_dict import get_state_dict, set_model_state_dict, set_optimizer_state_dict
+    from torch.distributed.checkpoint.state_dict import set_model_state_dict
     from torch.distributed.checkpoint.state_dict_loader import load as load_parts
 
     from ._parts import Planner, Reader
@@ -157,7 +141,7 @@ def load_sharded(folder: AnyPath, *, model: nn.Module, optimizer: Optimizer, ses
     finish()
 
     def first() -> dict[str, Any]:
-        _added(model, optimizer, session)
+        _beside(model, optimizer, session)
         latest = _latest(source)
         if latest is None:
             raise CheckpointError(
@@ -174,31 +158,26 @@ def load_sharded(folder: AnyPath, *, model: nn.Module, optimizer: Optimizer, ses
     with _torchs_own(refused):
         stated = on_all_ranks(reader.params_with_states, refused)[0]
     with states_for(model, optimizer, stated):
-        with in_float32(
-            sessions_of(model)
-        ):  # an optimizer that has no state yet makes it here, of its parameters' dtype
-            states, steps = get_state_dict(model, optimizer)
-            made: Any = steps["state"]
-            of_steps = {name: state for name, state in made.items() if name in stated}
-            wanted = {"model": states, "optimizer": {**steps, "state": of_steps}}
-            parts: dict[str, Any] = map_tensors(Tensor.clone, wanted)
+        with in_float32(sessions_of(model)):
+            states, steps = named_states(model, optimizer)
+            parts: dict[str, Any] = {"model": map_tensors(Tensor.clone, states), "optimizer": steps}
         with _torchs_own(refused):
             load_parts(parts, storage_reader=reader, planner=Planner())
         if session is not None:
-            session.load_state_dict({**latest["amp"], "masters": session.state_dict()["masters"]})
+            Beside(session, [model]).load_state_dict(latest["amp"])
         with in_float32(sessions_of(model)):
             set_model_state_dict(model, parts["model"])
         stepped_wide = [each for each in sessions_of(model) if each.policy.masters]  # else of the parameters' dtype
         with in_float32(stepped_wide):  # which an optimizer leaves as it ends to load
-            set_optimizer_state_dict(model, optimizer, parts["optimizer"])
+            optimizer.load_state_dict(parts["optimizer"])
     tell_left(latest["amp"] if session is None else None, source)
 
 
-def _added(model: Any, optimizer: Any, session: Session | None) -> dict[str, Any] | None:
-    """What a session adds, alike on all ranks; its masters are what parameters are written as."""
+def _beside(model: Any, optimizer: Any, session: Session | None) -> Beside | None:
+    """What a session adds, alike on all ranks; `CheckpointError` for arguments of another kind."""
     check_kind("model", model, "modules")
     check_kind("optimizer", optimizer)
-    check_session(session, model, optimizer)
+    check_session(session, [model], [optimizer])
     if session is None:
         return None
     if session.is_stage:
@@ -206,7 +185,7 @@ def _added(model: Any, optimizer: Any, session: Session | None) -> dict[str, Any
             "the ranks of this session's group have different parameters under the same names (pipeline stages): write "
             "each stage with preamp.checkpoint.save, into a file of its own"
         )
-    return {**session.state_dict(), "masters": {}}
+    return Beside(session, [model])
 
 
 def _check_files(folder: Path, latest: dict[str, Any]) -> None:
@@ -220,25 +199,21 @@ def _check_files(folder: Path, latest: dict[str, Any]) -> None:
             raise CheckpointError(f"{path} is damaged: its bytes do not match the digest they were saved with")
 
 
-def _name(generation: int) -> str:
-    return f"{generation:08d}"
+def _name(number: int) -> str:
+    return f"preamp-{number:08d}"
 
 
-def _is_ours(folder: Path) -> bool:
-    """Whether a folder is a generation that `save_sharded` has begun: its mark, which is in it, names it."""
-    try:
-        return (folder / _MARK).read_text() == folder.name
-    except (OSError, UnicodeDecodeError):
-        return False
+def _number(generation: Any) -> int:
+    found = _GENERATION.fullmatch(generation) if isinstance(generation, str) else None
+    return -1 if found is None else int(found[1])
 
 
 def _latest(folder: Path) -> dict[str, Any] | None:
     path = folder / LATEST
     if not path.exists():
         return None
-    latest = read(path, "cpu")
-    name = latest.get("generation")
-    if not isinstance(name, str) or not (name.isascii() and name.isdigit()) or len(name) < len(_name(0)):
+    latest = read(path)
+    if _number(latest.get("generation")) < 0:
         raise CheckpointError(
             f"{path} was not written by preamp.checkpoint.save_sharded, which keeps the name of its newest checkpoint "
             "there: give it a folder of its own"

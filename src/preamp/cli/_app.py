@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from pathlib import Path
 from typing import Annotated, Any
@@ -88,20 +87,14 @@ def demo(
     quick: Annotated[bool, typer.Option("--quick", help="A few steps and one seed: a smoke test.")] = False,
     seeds: Annotated[int | None, typer.Option("--seeds", help="Seeds per level; 3, or 1 with --quick.")] = None,
     device: _Device = None,
-    nproc: Annotated[int, typer.Option("--nproc", min=1, help="Processes that train together (torchrun, DDP).")] = 1,
     out: _Out = Path("preamp-demo"),
 ) -> None:
     """Train four real networks at several levels, side by side, and write a report."""
-    from ..demo import build, join_ranks, judge, make_plan, run, task_table, torchrun, write
+    from ..demo import build, judge, make_plan, run, task_table, write
 
-    if nproc > 1 and "WORLD_SIZE" not in os.environ:
-        make_plan(model, levels, size, quick, seeds, device).check_shared(nproc)
-        raise typer.Exit(torchrun(nproc, sys.argv[1:]))
-    console = Console(emoji=False, quiet=join_ranks() > 0)
+    console = Console(emoji=False)
     plan = make_plan(model, levels, size, quick, seeds, device)
     results = run(plan, console)
-    if console.quiet:
-        return  # rank 0 tells, and writes
     for task in plan.tasks:
         table = task_table(results, task)
         if table.rows:

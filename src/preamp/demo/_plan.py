@@ -31,13 +31,6 @@ class Plan:
         """Of all runs of a network."""
         return len(self.levels) * len(self.seeds) * self.recipe(task).steps
 
-    def check_shared(self, processes: int) -> None:
-        """`PreampError` unless so many processes can share every batch equally."""
-        sizes = [self.recipe(task).batch_size for task in self.tasks]
-        odd = next((size for size in sizes if size % processes), None)
-        if odd is not None:
-            raise PreampError(f"--nproc {processes}: a batch of {odd} samples cannot be shared equally; take 2 or 4")
-
 
 def make_plan(
     models: list[str] | None, levels: str | None, size: str, quick: bool, seeds: int | None, device: str | None

@@ -9,28 +9,24 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from ..formats import FP16
 from ..policy import cpu_arithmetic
 from ..report import (
     BarChart,
     Bars,
-    ExponentHistogram,
     LineChart,
     Marker,
     Report,
     Section,
     Series,
-    exponent_spans,
     smoothed,
     to_json,
 )
 from ..report.files import write_json
 from ..zoo import Task
 from ._run import Results
-from ._tables import Judgement, gradient_table, judge, judgement_table, task_table
-from ._trial import EXPONENTS, Trial
+from ._tables import Judgement, judge, judgement_table, task_table
 
-SCHEMA = "preamp-demo/1"
+SCHEMA = "preamp-demo/2"
 
 
 def schema() -> dict[str, Any]:
@@ -42,7 +38,7 @@ def schema() -> dict[str, Any]:
 
 def results_dict(results: Results) -> dict[str, Any]:
     """Everything that was measured, as `schema()` describes it."""
-    plan, test = results.plan, results.range_test
+    plan = results.plan
     content = {
         "schema": SCHEMA,
         "interrupted": results.interrupted,
@@ -57,7 +53,6 @@ def results_dict(results: Results) -> dict[str, Any]:
             "device": str(plan.device),
         },
         "runs": [trial.to_dict() for trial in results.trials],
-        "range_test": None if test is None else {"level": test.level, **test.curve.to_dict()},
         "judgements": [j.to_dict() for task in plan.tasks for j in judge(results, task)],
     }
     converted: dict[str, Any] = to_json(content)
@@ -69,11 +64,6 @@ def build(results: Results) -> Report:
     judgements = [j for task in results.plan.tasks for j in judge(results, task)]
     sections = [_overview(results, judgements)]
     sections += [_task_section(results, task) for task in results.plan.tasks if _ran(results, task)]
-    gradients = _gradient_section(results)
-    if gradients is not None:
-        sections.append(gradients)
-    if results.range_test is not None:
-        sections.append(Section("Learning-rate range test", _LR_TEXT, (results.range_test.chart,)))
     data = results_dict(results)
     for run in data["runs"]:
         run.pop("step_ms", None)  # kept in results.json; the page shows medians
@@ -221,56 +211,9 @@ def scale_chart(results: Results, task: Task) -> LineChart | None:
     return LineChart(f"{task.title}: loss scale", "step", "scale", series, y_log2=True, markers=markers)
 
 
-def _gradient_section(results: Results) -> Section | None:
-    table = gradient_table(results)
-    trials = [t for t in results.trials if t.gradients is not None]
-    if table is None or not trials:
-        return None
-    worst = max(trials, key=lambda t: t.gradients.flushed if t.gradients else 0.0)
-    assert worst.gradients is not None
-    text = (
-        "Float16 has no numbers below 2^-24, and rounds what is at most half of that to zero. The figure shows the "
-        f"magnitudes of the weight gradients of {worst.task}, the network that would lose most; the table has all. "
-        f"Without scaling, {100 * worst.gradients.flushed:.2f} % of its non-zero gradient values would vanish; "
-        f"multiplied by {worst.gradients.scale:g} beforehand, {100 * worst.gradients.flushed_scaled:.2f} %. "
-        "It is the measurement of Micikevicius et al. 2018 (arXiv 1710.03740), where about 5 % vanished."
-    )
-    return Section("What loss scaling saves", text, (_histogram(worst), table))
-
-
-def _histogram(trial: Trial) -> ExponentHistogram:
-    gradients = trial.gradients
-    assert gradients is not None
-    total = max(1, sum(gradients.counts))
-    shares = [count / total for count in gradients.counts]
-    shift = gradients.scale
-    exponents = list(EXPONENTS)
-    moved = [e + (int(shift).bit_length() - 1) for e in exponents]
-    last = max((i for i, share in enumerate(shares) if share > 0), default=0)
-    first = min((i for i, share in enumerate(shares) if share > 0), default=0)
-    keep = slice(max(0, first - 1), last + 2)
-    return ExponentHistogram(
-        f"Weight gradients of {trial.task} and the range of float16",
-        (
-            Series("as they are", exponents[keep], shares[keep]),
-            Series(f"times {shift:g}", moved[keep], shares[keep], dashed=True),
-        ),
-        spans=exponent_spans(
-            "fp16", smallest_subnormal=FP16.smallest_subnormal, smallest_normal=FP16.smallest_normal, largest=FP16.max
-        ),
-        note="Values to the left of the subnormal range become zero in float16.",
-    )
-
-
 def _band(name: str, curves: Sequence[Sequence[float]]) -> Series:
     """The mean of curves as far as the shortest goes, with a band over several."""
     columns = list(zip(*curves, strict=False))
     band = [(min(column), max(column)) for column in columns]
     lows, highs = ([low for low, _ in band], [high for _, high in band]) if len(curves) > 1 else (None, None)
     return Series(name, range(len(columns)), [statistics.fmean(column) for column in columns], lows, highs)
-
-
-_LR_TEXT = (
-    "The rate grows from batch to batch while the loss is watched (Smith 2017). Steps that the loss scale skipped are "
-    "left out; afterwards weights, optimizer, scale and random numbers are as they were."
-)

@@ -1,12 +1,9 @@
-"""Runs a plan, with progress bars, on several processes if asked, and survives Ctrl-C."""
+"""Runs a plan, with progress bars, and survives Ctrl-C."""
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,14 +12,9 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from ..machine import environment
-from ..sharding import rank, ranks
 from ..zoo import Task
 from ._plan import Plan
-from ._range_test import RangeTest, range_test
 from ._trial import Trial, run_trial
-
-HISTOGRAM_SCALE = 2.0**16
-"""The scale at which the figure of gradients shows what scaling saves: where dynamic scaling starts."""
 
 
 @dataclass(kw_only=True)
@@ -32,7 +24,6 @@ class Results:
     plan: Plan
     environment: dict[str, Any]
     trials: list[Trial] = field(default_factory=list)
-    range_test: RangeTest | None = None
     interrupted: bool = False
     seconds: float = 0.0
 
@@ -43,10 +34,10 @@ class Results:
 
 def run(plan: Plan, console: Console) -> Results:
     """Train everything in the plan. Ctrl-C ends it early and keeps what there is."""
-    results = Results(plan=plan, environment={**environment(plan.device), "processes": ranks()})
+    results = Results(plan=plan, environment=environment(plan.device))
     began = time.perf_counter()
     try:
-        with Bars(console, sum(map(plan.steps, plan.tasks)) + _sweep_steps(plan)) as bars:
+        with Bars(console, sum(map(plan.steps, plan.tasks))) as bars:
             for task in plan.tasks:
                 console.print(f"[bold]{task.title}[/bold]  [dim]{task.data}[/dim]")
                 with bars.of(f"{task.name}: preparing data"):
@@ -55,8 +46,6 @@ def run(plan: Plan, console: Console) -> Results:
                 for level in plan.levels:
                     for seed in plan.seeds:
                         _train(results, bars, task, level, seed)
-            if rank() == 0:
-                _sweep(results, bars)
     except KeyboardInterrupt:
         results.interrupted = True
         console.print("[yellow]interrupted: reporting what there is[/yellow]")
@@ -101,48 +90,17 @@ class Bars:
             self.progress.update(self._all, completed=self._done)
 
 
-def _sweep_steps(plan: Plan) -> int:
-    """Steps of the range test; 0 where no 16-bit level is trained."""
-    return (60 if plan.quick else 120) if any(level != "O0" for level in plan.levels) else 0
-
-
-def _sweep(results: Results, bars: Bars) -> None:
-    """A range test of the last network (SE-ResNeXt, unless others were asked for) at the first 16-bit level."""
-    plan = results.plan
-    steps = _sweep_steps(plan)
-    if not steps:
-        return
-    low = next(level for level in plan.levels if level != "O0")
-    with bars.of(f"{plan.tasks[-1].name} {low} learning rates", steps) as at:
-        results.range_test = range_test(
-            plan.tasks[-1], low, size=plan.size, device=plan.device, steps=steps, on_step=lambda step: at(step + 1, ""),
-        )  # fmt: skip
-
-
 def _train(results: Results, bars: Bars, task: Task, level: str, seed: int) -> None:
     plan = results.plan
     recipe = plan.recipe(task)
-    with_histogram = level == "O0" and seed == 0
     with bars.of(f"{task.name} {level} seed {seed}", recipe.steps) as at:
         trial = run_trial(
             task, level, size=plan.size, seed=seed, device=plan.device, recipe=recipe,
             on_step=lambda trial: at(len(trial.losses), f"loss {trial.losses[-1]:.3f}"),
-            histogram_scale=HISTOGRAM_SCALE if with_histogram else None, into=results.trials,
+            into=results.trials,
         )  # fmt: skip
     skips = f", skipped {len(trial.skipped)}" if trial.skipped else ""
     bars.progress.console.print(
         f"  {level} seed {seed}: loss {trial.final_loss:.4f}, {task.metric} {trial.quality:.3f}, "
         f"{trial.ms_per_step:.1f} ms/step{skips}"
     )
-
-
-def torchrun(processes: int, arguments: Sequence[str]) -> int:
-    """`preamp ARGUMENTS` as so many processes of one group; the status of the first that failed, 0 if none did."""
-    line = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
-    # each process would take all cores else, and torchrun would give it one
-    threads = os.environ.get("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // processes)))
-    environment = {**os.environ, "OMP_NUM_THREADS": threads}
-    # without --nproc and its number, which torchrun would take for an option of its own
-    pairs = zip(["", *arguments], arguments, strict=False)
-    kept = [own for before, own in pairs if not own.startswith("--nproc") and before != "--nproc"]
-    return subprocess.run([*line, "-m", "preamp", *kept], env=environment, check=False).returncode

@@ -107,25 +107,6 @@ def judgement_table(judgements: Sequence[Judgement]) -> Table:
     )  # fmt: skip
 
 
-def gradient_table(results: Results) -> Table | None:
-    """What float16 would do to each network's weight gradients, without and with a scale."""
-    rows: list[list[str | float]] = []
-    for trial in results.trials:
-        g = trial.gradients
-        if g is not None:
-            shares = [100 * share for share in (g.flushed, g.flushed_scaled, g.subnormal, g.overflow_scaled)]
-            rows.append([trial.task, g.nonzero, *shares])
-    if not rows:
-        return None
-    scale = next(t.gradients.scale for t in results.trials if t.gradients is not None)
-    columns = (
-        "network", Column("non-zero values", digits=0), Column("flushed to zero", "%", 3),
-        Column(f"flushed at {scale:g}", "%", 3), Column("subnormal", "%", 3),
-        Column(f"overflow at {scale:g}", "%", 3),
-    )  # fmt: skip
-    return Table("Weight gradients in float16", columns, rows, notes=("last step of the float32 run, seed 0",))
-
-
 def observed(trial: Trial) -> str:
     """The dtypes that layers with parameters gave in forward, commonest first."""
     total = sum(trial.dtypes.values())

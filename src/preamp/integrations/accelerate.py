@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import copy
 import functools
-from contextlib import AbstractContextManager, nullcontext, suppress
-from types import MethodType, SimpleNamespace
+from types import MethodType
 from typing import Any
 
 import torch
@@ -17,24 +15,25 @@ from torch.optim import Optimizer
 
 from ..errors import SessionError, kind_of
 from ..frameworks import unwrap
-from ..session import Session, SessionScaler, StepReport, prepare
+from ..session import Session, SessionScaler, StepReport
 from ..tree import cast_floating
+from ._host import Host
 
 _REFUSED = (DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM, DistributedType.XLA)
 
 
-class Attachment:
+class Attachment(Host):
     """What `attach` returns; `session` is there once the accelerator has prepared a model and an optimizer."""
 
-    def __init__(self, accelerator: Accelerator, session: Session | None, options: dict[str, Any] | None) -> None:
-        self._session: Session | None = None
-        self._options = options
-        self._last: dict[str, Any] = {}
+    _not_yet = "call accelerator.prepare(model, optimizer, ...) first"
+
+    def __init__(self, accelerator: Accelerator, session: Session | None, options: dict[str, Any]) -> None:
+        super().__init__(options)
         self._forwards: list[tuple[nn.Module, Any]] = []
         self._optimizers: list[AcceleratedOptimizer] = []
         self.follow(accelerator)
         if session is not None:
-            self._session, accelerator.scaler = session, _Scaler(session)
+            self._session, accelerator.scaler = session, _Scaler(session, self)
 
     def follow(self, accelerator: Accelerator) -> None:
         """Take part in an accelerator's loop: that of another one than before, if a framework makes a new one."""
@@ -44,18 +43,6 @@ class Attachment:
         accelerator.prepare, accelerator.autocast = self._prepared, self._autocast
         accelerator.unscale_gradients, accelerator.free_memory = self._unscale, self._freed
 
-    @property
-    def session(self) -> Session:
-        """The session that trains; `SessionError` before the accelerator has prepared a model and an optimizer."""
-        if self._session is None:
-            raise SessionError("no session yet: call accelerator.prepare(model, optimizer, ...) first")
-        return self._session
-
-    @property
-    def is_open(self) -> bool:
-        """Whether there is a session now."""
-        return self._session is not None
-
     def close(self) -> None:
         """Close the session, which restores model and optimizer: the accelerator's loop goes on without one.
 
@@ -64,8 +51,6 @@ class Attachment:
         """
         if self._session is None:
             return
-        with suppress(Exception):  # of a scale that has collapsed, or a device that failed: training has raised it
-            self._last = {name: value for name, value in self._session.state_dict().items() if name != "masters"}
         for model, forward in self._forwards:
             for name in ("forward", "_original_forward"):
                 vars(model).pop(name, None)
@@ -73,8 +58,8 @@ class Attachment:
                 model.forward = forward
         for optimizer in self._optimizers:
             optimizer.__class__, optimizer.scaler, optimizer._is_overflow = AcceleratedOptimizer, None, False
-        self._session.close()
-        self._session, self._forwards, self._optimizers, self._accelerator.scaler = None, [], [], None
+        self._forwards, self._optimizers, self._accelerator.scaler = [], [], None
+        super().close()
 
     def _prepared(self, *args: Any, **kwargs: Any) -> Any:
         """`accelerator.prepare`, then the session, and both as the accelerator's loop uses them."""
@@ -84,13 +69,11 @@ class Attachment:
         models = [model for model in accelerator._models if any(p.requires_grad for p in model.parameters())]
         began = any(isinstance(each, Optimizer) for each in args)  # not of a loader, for an evaluation after training
         waiting = any(isinstance(each, _SessionOptimizer) for each in optimizers)  # for its model
-        if self._session is None and (began or waiting) and self._options is not None:
+        if self._session is None and (began or waiting) and self._options:
             if not models:
                 self._hold(optimizers)
                 return results
-            scale = copy.deepcopy(self._options.get("scale"))  # a later session has another
-            self._session = prepare(models, optimizers, **{**self._options, "scale": scale})
-            accelerator.scaler, self._last = _Scaler(self._session), {}
+            accelerator.scaler = _Scaler(self._begin(models, optimizers), self)
         if self._session is None:
             return results
         own = list(self._session.optimizers.values())
@@ -117,19 +100,15 @@ class Attachment:
         return self._free(*args)
 
     def _saved(self, *args: Any, **kwargs: Any) -> Any:
-        """`accelerator.save_state`. After `close` the masters are the model's weights; the rest is kept here."""
-        accelerator = self._accelerator
-        if accelerator.scaler is not None or not self._last:
-            return self._save_state(*args, **kwargs)
-        accelerator.scaler = SimpleNamespace(state_dict=lambda: self._last)
+        """`accelerator.save_state`: float32 weights, and the session's state in the place of a scaler's."""
+        scaler = self._accelerator.scaler
+        if self._last:  # it is closed
+            self._accelerator.scaler = self
         try:
-            return self._save_state(*args, **kwargs)
+            with self._in_float32():
+                return self._save_state(*args, **kwargs)
         finally:
-            accelerator.scaler = None
-
-    def _autocast(self, *_: Any, **__: Any) -> AbstractContextManager[Any]:
-        """The session's region, whatever handler the caller gives."""
-        return nullcontext() if self._session is None else self._session.autocast()
+            self._accelerator.scaler = scaler
 
     def _unscale(self, optimizer: Any = None) -> None:
         """True gradients, which the accelerator's clipping reads and changes: of all optimizers, or of some."""
@@ -177,14 +156,16 @@ def attach(accelerator: Accelerator, session: Session | str = "auto", **options:
                 "accelerator.prepare() shards the model, so that a session made before has none of its parameters: "
                 "give attach() a level"
             )
-        return Attachment(accelerator, session, None)
+        return Attachment(accelerator, session, {})
     return Attachment(accelerator, None, {"level": session, **options})
 
 
 class _Scaler(SessionScaler):
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Without masters those are left that the model's float32 weights have become."""
-        super().load_state_dict({"masters": self.session.state_dict()["masters"], **state_dict})
+    """The session as the accelerator's scaler, whose state has no masters: they are the weights that are saved."""
+
+    def __init__(self, session: Session, host: Host) -> None:
+        super().__init__(session)
+        self.state_dict, self.load_state_dict = host.state_dict, host.load_state_dict  # type: ignore[method-assign]
 
 
 class _SessionOptimizer(AcceleratedOptimizer):

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import copy
 import gc
 import sys
 import weakref
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import AbstractContextManager
 from importlib.util import find_spec
 from typing import Any
 
@@ -17,8 +16,9 @@ from torch.optim import Optimizer
 from ..errors import SessionError
 from ..ledger import parameters_of
 from ..modules import unwrapped
-from ..session import Session, prepare
+from ..session import Session
 from ..tree import cast_floating
+from ._host import Host
 
 IS_APART = "lightning" not in sys.modules and ("lightning_fabric" in sys.modules or find_spec("lightning") is None)
 """Whether Fabric and the Trainer are those of `lightning_fabric` and `pytorch_lightning`: the same code, apart."""
@@ -31,7 +31,7 @@ else:
     from lightning_fabric.wrappers import _FabricModule, _FabricOptimizer
 
 
-class PreampPrecision(Precision):
+class PreampPrecision(Host, Precision):
     """Trains what a `Fabric` sets up under a session: `Fabric(plugins=[PreampPrecision("O5")])`.
 
     `level`: "O0" to "O5" or "auto". `options` go to `preamp.prepare`. The loop stays as it is: `fabric.backward`,
@@ -40,28 +40,26 @@ class PreampPrecision(Precision):
     `fabric.save` are float32; add the plugin to the state that is saved, and a run resumes bit for bit.
     """
 
+    _not_yet = "Trainer.fit makes it, or fabric.setup(model, optimizer)"
+
     def __init__(self, level: str = "auto", **options: Any) -> None:
+        super().__init__({"level": level, **options})
         self.precision = f"preamp-{level}"  # what the framework shows
-        self._level, self._options = level, options
-        self._session: Session | None = None
-        self._last: dict[str, Any] = {}
         self._set_up: list[weakref.ref[nn.Module]] = []
         self._earlier: list[weakref.ref[Any]] = []
-        self._in_fabric = False
-        self._waits = False
+        self._in_fabric = self._waits = False
         self._hooks: list[Any] = []
 
     def __str__(self) -> str:
         """What FSDPStrategy prints where it refuses the plugin."""
-        return f"{type(self).__name__}({self._level!r}). With it, shard by ModelParallelStrategy, which uses FSDP2"
+        name, level = type(self).__name__, self._options["level"]
+        return f"{name}({level!r}). With it, shard by ModelParallelStrategy, which uses FSDP2"
 
     @property
     def session(self) -> Session:
         """The session that trains; `SessionError` before a model and an optimizer are set up, and after `close`."""
-        session = self._begun()
-        if session is None:
-            raise SessionError("there is no session outside of Trainer.fit, nor before fabric.setup(model, optimizer)")
-        return session
+        self._begun()
+        return super().session
 
     def close(self) -> None:
         """Close the session: models and optimizers go on in float32, until others are set up.
@@ -72,14 +70,10 @@ class PreampPrecision(Precision):
         self._set_up.clear()
         while self._hooks:
             self._hooks.pop().remove()
-        if self._session is not None:
-            if self._in_fabric:  # what is there now goes on without a session, when others are set up later
-                self._earlier = [weakref.ref(each) for each in self._wrappers(_FabricModule, _FabricOptimizer)]
-                self._in_fabric = False
-            with suppress(Exception):  # of a scale that has collapsed, or a device that failed: training has raised it
-                self._last = self.state_dict()
-            self._session.close()
-            self._session = None
+        if self._in_fabric:  # what is there now goes on without a session, when others are set up later
+            self._earlier = [weakref.ref(each) for each in self._wrappers(_FabricModule, _FabricOptimizer)]
+            self._in_fabric = False
+        super().close()
 
     def __getstate__(self) -> dict[str, Any]:
         """For copies and pickles, without references to what is set up here."""
@@ -104,15 +98,15 @@ class PreampPrecision(Precision):
                 self._in_fabric = True
         return self._session
 
-    def _begin(self, models: Any, optimizers: list[Any]) -> None:
-        options = {**self._options, "scale": copy.deepcopy(self._options.get("scale"))}  # a later session has another
-        session = prepare(models, optimizers, level=self._level, **options)
-        self._session, self._waits, self._last = session, False, {}
+    def _begin(self, models: Any, optimizers: Any) -> Session:
+        session = super()._begin(models, optimizers)
+        self._waits = False
         self._set_up.clear()
         for name, each in session.models.items():
             model = unwrapped(each)
             _SESSIONS[model] = (weakref.ref(session), f"{name}:" if name else "")
             self._hooks.append(model.register_state_dict_post_hook(_with_masters))
+        return session
 
     def _found(self) -> tuple[list[nn.Module], list[Optimizer]]:
         """The optimizers set up by a Fabric that has this plugin, and the models that they step, in order.
@@ -152,8 +146,8 @@ class PreampPrecision(Precision):
 
     def forward_context(self) -> AbstractContextManager[Any]:
         """The session's region."""
-        session = self._begun()
-        return nullcontext() if session is None else session.autocast()
+        self._begun()
+        return self._autocast()
 
     def convert_input(self, data: Any) -> Any:
         """A batch, cast where there are no regions: a step calls layers of the module that have 16-bit weights."""
@@ -201,15 +195,13 @@ class PreampPrecision(Precision):
 
         After `close` that of the session that was, as the optimizer's is still there.
         """
-        session = self._begun()
-        state = self._last if session is None else session.state_dict()
-        return {name: value for name, value in state.items() if name != "masters"}
+        self._begun()
+        return super().state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore it; without a session there is nothing to restore."""
-        session = self._begun()
-        if session is not None and state_dict:
-            session.load_state_dict({"masters": session.state_dict()["masters"], **state_dict})
+        self._begun()
+        super().load_state_dict(state_dict)
 
 
 _SESSIONS: weakref.WeakKeyDictionary[nn.Module, tuple[weakref.ref[Session], str]] = weakref.WeakKeyDictionary()

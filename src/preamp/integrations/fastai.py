@@ -14,14 +14,11 @@ from fastai.optimizer import OptimWrapper
 from torch.optim import Optimizer
 
 from ..errors import SessionError
-from ..session import Session, prepare
 from ..tree import cast_floating
+from ._host import Host
 
 _METHODS = ("fit", "save", "load", "export", "to_fp32")
 """The methods of a learner that its callback wraps."""
-
-_KEPT = ("version", "policy", "losses", "steps", "skipped")
-"""What goes from fit to fit and into files, of a session's state; its masters are the weights."""
 
 
 def to_preamp(learn: Learner, level: str = "auto", *, log: bool = True, **options: Any) -> Learner:
@@ -35,7 +32,7 @@ def to_preamp(learn: Learner, level: str = "auto", *, log: bool = True, **option
 Learner.to_preamp = to_preamp
 
 
-class PreampCallback(Callback):
+class PreampCallback(Host, Callback):
     """Trains a learner under a session: `Learner(dls, model, cbs=PreampCallback("O5"))`, or `learn.to_preamp("O5")`.
 
     `level`: "O0" to "O5" or "auto". `options` go to `preamp.prepare`. `log=False`: the progress table has no columns
@@ -48,22 +45,14 @@ class PreampCallback(Callback):
     """
 
     order = MixedPrecision.order  # after GradientAccumulation, before GradientClip
-    _session: Session | None = None
-    _last: Session | None = None
+    _not_yet = "learn.fit makes it, and closes it when it ends"
     _opt: Any = None
     _region: Any = None
-    _kept: dict[str, Any] | None = None
-    _stateattrs = ("_session", "_last", "_opt", "_region")
+    _stateattrs = ("_session", "_opt", "_region")
 
     def __init__(self, level: str = "auto", *, log: bool = True, **options: Any) -> None:
-        self._level, self._log, self._options = level, log, options
-
-    @property
-    def session(self) -> Session:
-        """The session of the fit that runs, or the closed one of the last fit; `SessionError` before the first."""
-        if self._last is None:
-            raise SessionError("no session yet: learn.fit makes one")
-        return self._last
+        super().__init__({"level": level, **options})
+        self._log = log
 
     @property
     def learn(self) -> Any:
@@ -75,7 +64,7 @@ class PreampCallback(Callback):
         if learner is not None:
             self._check(learner)
         if self.learn is not None:
-            self._close()
+            self.close()
             for name in _METHODS:
                 vars(self.learn).pop(name, None)
         self.__dict__["_learner"] = learner
@@ -95,41 +84,33 @@ class PreampCallback(Callback):
 
     # -- a session
 
-    def _begin(self) -> None:
+    def _begin_with_optimizer(self) -> None:
         self._check(self.learn)  # for what was added later
-        opt = self.learn.opt
-        optimizer = opt.opt if isinstance(opt, OptimWrapper) else FastaiOptimizer(opt)
-        with ExitStack() as stack:
-            session = stack.enter_context(prepare(self.learn.model, optimizer, level=self._level, **self._options))
-            if self._kept is not None:
-                session.load_state_dict({**self._kept, "masters": session.state_dict()["masters"]})
-            stack.pop_all()
-        self._session = self._last = session
+        opt, before = self.learn.opt, self._last
+        self._begin(self.learn.model, opt.opt if isinstance(opt, OptimWrapper) else FastaiOptimizer(opt))
         self._opt, opt.step = opt, self._step
+        try:
+            self.load_state_dict(before)
+        except BaseException:
+            self.close()
+            self._last = before
+            raise
 
-    def _close(self) -> None:
+    def close(self) -> None:
+        """Close the session of a fit that runs, which goes on without one until its next batch."""
         self._leave()
-        if self._session is None:
-            return
-        self._kept, session = self._to_keep(), self._session
-        vars(self._opt).pop("step", None)
-        self._session = self._opt = None
-        session.close()
-
-    def _to_keep(self) -> dict[str, Any] | None:
-        """What a later session goes on with."""
-        if self._session is None:
-            return self._kept
-        state = self._session.state_dict()
-        return {name: state[name] for name in _KEPT}
+        if self._opt is not None:
+            vars(self._opt).pop("step", None)
+            self._opt = None
+        super().close()
 
     # -- a batch
 
     def before_batch(self) -> None:
         """Begin the region; before the first batch that trains, or trains a new optimizer, the session."""
         if self.learn.training and (self._session is None or self._opt is not self.learn.opt):
-            self._close()
-            self._begin()
+            self.close()
+            self._begin_with_optimizer()
         if self._session is not None:
             self._region = self._session.autocast()
             self._region.__enter__()
@@ -173,9 +154,9 @@ class PreampCallback(Callback):
         learner = self.learn
         self._check(learner)  # before fastai's ModelToHalf makes the model 16-bit, and after an error leaves it so
         columns = [
-            ValueMetric(lambda: self._last and self._last.loss_scale(), "loss_scale"),
-            ValueMetric(lambda: self._last and self._last.skipped, "skipped_steps"),
-        ]  # None in a fit without a batch that trains, before any session
+            ValueMetric(lambda name=name: self._logs()[name] if self.is_open else None, name)
+            for name in ("loss_scale", "skipped_steps")
+        ]  # None in a fit without a batch that trains
         if self._log:
             learner.metrics = [*learner.metrics, *columns]
         try:
@@ -183,27 +164,25 @@ class PreampCallback(Callback):
         finally:
             learner.metrics = [metric for metric in learner.metrics if metric not in columns]
             if self.learn is learner:
-                self._close()
+                self.close()
 
     def _save(self, *args: Any, **kwargs: Any) -> Any:
-        learner, state = self.learn, self._to_keep()
-        with ExitStack() as stack:
-            if self._session is not None:
-                stack.enter_context(self._session.full_precision(values_only=True))
-            if learner.opt is not None and state is not None:
+        learner, state = self.learn, self.state_dict()
+        with self._in_float32(), ExitStack() as stack:
+            if learner.opt is not None and state:
                 own = learner.opt.state_dict
                 stack.enter_context(_replaced(learner.opt, "state_dict", lambda: {**own(), "preamp": state}))
             return type(learner).save(learner, *args, **kwargs)
 
     def _load(self, *args: Any, **kwargs: Any) -> Any:
         learner = self.learn
-        self._close()
+        self.close()
         if learner.opt is None:
             learner.create_opt()
         own = learner.opt.load_state_dict
 
         def load(state: dict[str, Any]) -> None:
-            self._kept = state.pop("preamp", None)
+            self._last = state.pop("preamp", {})
             own(state)
 
         with _replaced(learner.opt, "load_state_dict", load):

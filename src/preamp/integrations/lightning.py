@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -95,7 +95,7 @@ class PreampPrecision(fabric.PreampPrecision, Precision):
         report, self._ran = self.session.step(optimizer), False
         interval = model.trainer.log_every_n_steps
         if self._log and interval and model.trainer.training and (report.index + 1) % interval == 0:
-            model.log_dict({"loss_scale": report.scale, "skipped_steps": float(self.session.skipped)})
+            model.log_dict({name: float(value) for name, value in self._logs().items()})
         return result
 
     def clip_grad_by_norm(self, optimizer: Any, clip_val: float) -> None:
@@ -114,7 +114,7 @@ class PreampPrecision(fabric.PreampPrecision, Precision):
         self._module = module
 
         def with_masters(hook: Any, *args: Any, **kwargs: Any) -> None:
-            with nullcontext() if self._session is None else self._session.full_precision(values_only=True):
+            with self._in_float32():
                 hook(*args, **kwargs)
 
         module.lr_scheduler_step = _UnlessSkipped(self, module)

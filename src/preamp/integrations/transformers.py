@@ -34,15 +34,11 @@ def attach(trainer: Trainer, level: str = "auto", **options: Any) -> accelerate.
 
     def with_scale(logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
         if attachment.is_open and "loss" in logs:
-            session = attachment.session
-            logs = {**logs, "loss_scale": session.loss_scale(), "skipped_steps": session.skipped}
+            logs = {**logs, **attachment._logs()}
         log(logs, *args, **kwargs)
 
     def in_float32(*args: Any, **kwargs: Any) -> None:
-        if not attachment.is_open:
-            save(*args, **kwargs)
-            return
-        with attachment.session.full_precision(values_only=True):
+        with attachment._in_float32():
             save(*args, **kwargs)
 
     @functools.wraps(run)  # whose arguments are looked at

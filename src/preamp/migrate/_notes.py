@@ -81,7 +81,7 @@ LINES = {
     "amp.scale_loss": "session.backward({loss}), for the with and its body; the loss from `with session.autocast():`",
     "amp.master_params": "session.clip_grad_norm_(max_norm); or session.unscale_(), and read p.grad",
     "amp.state_dict": "session.state_dict()",
-    "amp.load_state_dict": "session.load_state_dict(state); preamp.checkpoint.adopt_scale(session, state) for Apex's",
+    "amp.load_state_dict": "session.load_state_dict(state); of Apex's state, give the scale to prepare(..., scale=...)",
     "amp.disable_casts": "session.autocast(enabled=False)",
     "amp.half_function": "preamp.half_function",
     "amp.float_function": "preamp.float_function",

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from .charts import BarChart, Bars, Chart, ExponentHistogram, HeatMap, LineChart, Marker, Series, Span, exponent_spans
-from .document import Item, Picture, Report, Section, Snippet, Status
+from .document import Item, Picture, Report, Section, Status
 from .finding import SEVERITIES, Direction, Finding, Severity, count_severities
-from .svg import to_svg
 from .table import Column, Table
 from .values import Cell, format_number, smoothed, to_json
 
@@ -28,7 +27,6 @@ __all__ = [
     "Section",
     "Series",
     "Severity",
-    "Snippet",
     "Span",
     "Status",
     "Table",
@@ -37,5 +35,4 @@ __all__ = [
     "format_number",
     "smoothed",
     "to_json",
-    "to_svg",
 ]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass
-from typing import ClassVar, Literal
+from typing import ClassVar
 
 from .values import Fields, as_float, format_number
 
@@ -67,20 +67,14 @@ class Marker(Fields):
 
 @dataclass(frozen=True, slots=True)
 class Span(Fields):
-    """A shaded range of one axis, as in "fp16 subnormal". An infinite or None end reaches the plot's edge.
+    """A shaded range of x, as in "fp16 subnormal". An infinite or None end reaches the plot's edge.
 
-    Spans do not widen the axes: one wholly outside what the data needs is left out.
+    Spans do not widen the axis: one wholly outside what the data needs is left out.
     """
 
-    axis: Literal["x", "y"]
     start: float | None
     end: float | None
     label: str
-
-    def __post_init__(self) -> None:
-        """Refuse an unknown axis."""
-        if self.axis not in ("x", "y"):
-            raise ValueError(f"a span lies along axis 'x' or 'y'; got {self.axis!r}")
 
 
 def exponent_spans(
@@ -89,19 +83,19 @@ def exponent_spans(
     """The subnormal and the normal range of a number format, for the x axis of an `ExponentHistogram`.
 
     >>> exponent_spans("fp16", smallest_subnormal=2**-24, smallest_normal=2**-14, largest=65504)[1]
-    Span(axis='x', start=-14, end=16, label='fp16 normal')
+    Span(start=-14, end=16, label='fp16 normal')
     """
     tiny, normal, top = (math.frexp(value)[1] - 1 for value in (smallest_subnormal, smallest_normal, largest))
-    return Span("x", tiny, normal, f"{name} subnormal"), Span("x", normal, top + 1, f"{name} normal")
+    return Span(tiny, normal, f"{name} subnormal"), Span(normal, top + 1, f"{name} normal")
 
 
 @dataclass(frozen=True, slots=True)
 class LineChart(Fields):
     """Lines over a common x axis, with bands, markers and shaded ranges.
 
-    Axes are linear unless `x_log` or `y_log` (powers of ten) or `y_log2` (powers of two); on a log axis a
-    point that is not positive leaves a gap. `against` names the series that the others are held against: a report
-    draws the difference beside them. Raises `ValueError` for `y_log` together with `y_log2`.
+    Axes are linear unless `x_log` (powers of ten) or `y_log2` (powers of two); on a log axis a point that is not
+    positive leaves a gap. `against` names the series that the others are held against: a report draws the difference
+    beside them.
     """
 
     kind: ClassVar[str] = "line_chart"
@@ -112,7 +106,6 @@ class LineChart(Fields):
     series: Sequence[Series]
     _: KW_ONLY
     x_log: bool = False
-    y_log: bool = False
     y_log2: bool = False
     markers: Sequence[Marker] = ()
     spans: Sequence[Span] = ()
@@ -121,8 +114,6 @@ class LineChart(Fields):
 
     def __post_init__(self) -> None:
         """Freeze the parts."""
-        if self.y_log and self.y_log2:
-            raise ValueError(f"chart {self.title!r}: y_log and y_log2 exclude each other")
         self._freeze("series", "markers", "spans")
 
     def to_text(self) -> str:
@@ -148,7 +139,6 @@ class ExponentHistogram(Fields):
     _: KW_ONLY
     x_label: str = "magnitude"
     y_label: str = "share of values"
-    y_log: bool = False
     spans: Sequence[Span] = ()
     note: str = ""
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 from ..errors import kind_of
 from .charts import BarChart, Chart, ExponentHistogram, HeatMap, LineChart
@@ -15,28 +15,14 @@ from .files import write_text
 from .finding import Finding, count_severities
 from .html import render
 from .table import Table
-from .values import Fields, paragraphs, plain_text, to_json
+from .values import paragraphs, plain_text, to_json
 
 Status = Literal["good", "warning", "error", "neutral"]
 
 
-@dataclass(frozen=True, slots=True)
-class Snippet(Fields):
-    """A piece of text to paste as it is: a configuration, a command, a patch."""
-
-    kind: ClassVar[str] = "snippet"
-
-    title: str
-    text: str
-
-    def to_text(self) -> str:
-        """The title, and the text indented."""
-        return f"{self.title}\n{indented(self.text)}"
-
-
 Picture = Table | LineChart | ExponentHistogram | BarChart | HeatMap
 
-Item = Table | LineChart | ExponentHistogram | BarChart | HeatMap | Finding | Snippet
+Item = Picture | Finding
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +43,7 @@ class Section:
         for item in self.items:
             if not isinstance(item, Item):
                 raise TypeError(
-                    f"section {self.title!r} cannot show {kind_of(item)}; give a Table, a chart, a Finding or a Snippet"
+                    f"section {self.title!r} cannot show {kind_of(item)}; give a Table, a chart or a Finding"
                 )
         anchor = re.sub(r"[^a-z0-9]+", "-", (self.anchor or self.title).lower()).strip("-")
         object.__setattr__(self, "anchor", anchor or "section")
@@ -193,4 +179,4 @@ def _item_dict(item: Item) -> dict[str, Any]:
     return {"kind": "finding", **item.to_dict()} if isinstance(item, Finding) else item.to_dict()
 
 
-__all__ = ["Chart", "Item", "Picture", "Report", "Section", "Snippet", "Status"]
+__all__ = ["Chart", "Item", "Picture", "Report", "Section", "Status"]

@@ -96,13 +96,6 @@ class Finding(Fields):
             lines.extend(f"    {line}".rstrip() for line in self.fix.splitlines())
         return "\n".join(lines)
 
-    def to_markdown(self) -> str:
-        """The same lines as `to_text`, in a fenced block, for an issue or a pull request."""
-        fence = "```"
-        while fence in self.to_text():
-            fence += "`"
-        return f"{fence}text\n{self.to_text()}\n{fence}"
-
 
 def count_severities(findings: Iterable[Finding]) -> dict[Severity, int]:
     """How many findings there are of each severity, zeros included, most harmful first."""

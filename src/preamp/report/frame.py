@@ -45,7 +45,6 @@ class Frame:
     x: Axis
     y: Axis
     behind: tuple[Element, ...]
-    taken: tuple[Box, ...] = ()
 
 
 def series_style(index: int, dashed: bool = False) -> str:
@@ -87,12 +86,10 @@ def build_frame(
     bottom = plot_top + (170 if narrow else 230)
     y = y.place(bottom, plot_top)
     behind += _shades(lanes, bottom)
-    pieces, taken = _y_spans(spans, y, left, right)
-    behind += pieces
     behind += _grid(x, y, left, plot_top, right, bottom)
     title, height = axis_title(x_label, left, right, bottom + 22)
     behind += title
-    return Frame(width, height, left, plot_top, right, bottom, x, y, tuple(behind), tuple(taken))
+    return Frame(width, height, left, plot_top, right, bottom, x, y, tuple(behind))
 
 
 def _line(style: str, x: float, y: float) -> Element:
@@ -113,7 +110,7 @@ def legend(entries: Sequence[tuple[str, Swatch]], wide: float, width: float, y: 
 
 
 def _lanes(spans: Sequence[Span], x: Axis, top: float) -> tuple[list[_Lane], float]:
-    """The x spans that can be seen, each on the first lane with room for it, and where the lanes end.
+    """The spans that can be seen, each on the first lane with room for it, and where the lanes end.
 
     Those without a label begin below the lanes.
     """
@@ -121,7 +118,7 @@ def _lanes(spans: Sequence[Span], x: Axis, top: float) -> tuple[list[_Lane], flo
     placed: list[_Lane] = []
     mute: list[tuple[float, float]] = []
     for span in spans:
-        ends = _ends(span, x) if span.axis == "x" else None
+        ends = _ends(span, x)
         if ends is None:
             continue
         start, end = ends
@@ -153,26 +150,6 @@ def _shades(lanes: Sequence[_Lane], bottom: float) -> list[Element]:
         wide = max(end - start - 1, 1.0)
         pieces += [element("rect", x=start + 0.5, y=base, width=wide, height=2, class_="lane"), text]
     return pieces
-
-
-def _y_spans(spans: Sequence[Span], y: Axis, left: float, right: float) -> tuple[list[Element], list[Box]]:
-    """Each y span as a shaded range with its label inside, at the right; and the boxes of the labels."""
-    pieces: list[Element] = []
-    taken: list[Box] = []
-    for span in spans:
-        ends = _ends(span, y) if span.axis == "y" else None
-        if ends is None:
-            continue
-        low, high = max(ends), min(ends)
-        pieces.append(element("rect", x=left, y=high, width=right - left, height=low - high, class_="span"))
-        room = right - left - 12
-        text_y = min(max(high + SMALL + 2, y.end + SMALL), y.start - 3)
-        pieces.append(
-            label(span.label, room, x=right - 6, y=text_y, size=SMALL, class_="small halo", text_anchor="end")
-        )
-        wide = min(text_width(span.label, SMALL), room)
-        taken.append((right - 6 - wide, text_y - SMALL, right - 6, text_y + 3))
-    return pieces, taken
 
 
 def _ends(span: Span, axis: Axis) -> tuple[float, float] | None:

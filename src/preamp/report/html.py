@@ -9,7 +9,7 @@ from functools import lru_cache
 from importlib.resources import files
 from typing import Any
 
-from .charts import BarChart, Chart, ExponentHistogram, HeatMap, LineChart
+from .charts import Chart, LineChart
 from .finding import Finding, count_severities
 from .markup import clean
 from .numbers import numbers
@@ -101,8 +101,6 @@ def _view(item: Any, report: Any, width: float = WIDE_WIDTH) -> dict[str, Any]:
         return {"kind": "finding", "item": item, "message": inline(item.message), "meaning": meaning}
     if isinstance(item, Table):
         return _table(item)
-    if not isinstance(item, (LineChart, ExponentHistogram, BarChart, HeatMap)):
-        return {"kind": "snippet", "item": item}
     beside, close = (difference_chart(item), overlap_note(item)) if isinstance(item, LineChart) else (None, "")
     if beside is None:
         return {"kind": "charts", "charts": [_chart(item, width, close, item.note)]}
@@ -114,7 +112,7 @@ def _chart(chart: Chart, width: float, *notes: str) -> dict[str, Any]:
     from markupsafe import Markup
 
     screens = {"wide": width, "narrow": NARROW_WIDTH}
-    drawings = [Markup(to_svg(chart, each, standalone=False, screen=name)) for name, each in screens.items()]
+    drawings = [Markup(to_svg(chart, each, screen=name)) for name, each in screens.items()]
     told = [note for note in notes if note]
     return {"title": chart.title, "drawings": drawings, "notes": told, "numbers": _table(numbers(chart))}
 

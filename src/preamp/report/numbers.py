@@ -97,7 +97,7 @@ def _marked(chart: LineChart | ExponentHistogram) -> list[str]:
     """Where the markers and the shades along x are; the first ones of many."""
     markers = chart.markers if isinstance(chart, LineChart) else ()
     marked = [f"{marker.label} {_range([float(marker.x)])}".strip() for marker in markers]
-    shaded = [f"{span.label} {_ends(span, _base(chart))}".strip() for span in chart.spans if span.axis == "x"]
+    shaded = [f"{span.label} {_ends(span, _base(chart))}".strip() for span in chart.spans]
     return [
         f"{word} ({chart.x_label}): {', '.join(told[:SPELLED])}"
         + (f" and {len(told) - SPELLED} more." if len(told) > SPELLED else ".")

@@ -82,7 +82,7 @@ def _apart(chart: LineChart, one: Series, other: Series) -> list[float]:
     """The distances of two lines, as shares of the height of the chart."""
     axis = fit(
         (y for series in chart.series for y in series.y),
-        "log2" if chart.y_log2 else "log10" if chart.y_log else "linear",
+        "log2" if chart.y_log2 else "linear",
     )
     there = dict(zip(other.x, other.y, strict=True))
     found = []

@@ -21,11 +21,10 @@ WIDE_WIDTH = 760.0
 NARROW_WIDTH = 390.0
 
 
-def to_svg(chart: Chart, width: float = WIDE_WIDTH, *, standalone: bool = True, screen: str = "") -> str:
+def to_svg(chart: Chart, width: float = WIDE_WIDTH, *, screen: str = "") -> str:
     """`chart` as one <svg> element with a view box of this width; the height follows from what is in it.
 
-    `standalone` puts the style sheet inside, so that the text is a complete SVG file; without it the page
-    that the element goes into must have the rules of `chart.css`. Below 500 it has the layout for a phone; `screen`
+    The page that it goes into must have the rules of `chart.css`. Below 500 it has the layout for a phone; `screen`
     ("wide", "narrow") is where a page shows it, if that does not follow from its width.
     """
     if isinstance(chart, BarChart):
@@ -36,12 +35,10 @@ def to_svg(chart: Chart, width: float = WIDE_WIDTH, *, standalone: bool = True, 
         parts, height = _draw_histogram(chart, width)
     else:
         parts, height = _draw_lines(chart, width)
-    head = [element("title", chart.title or "chart"), element("desc", chart.to_text())]
-    if standalone:
-        head.append(element("style", chart_css()))
     return element(
         "svg",
-        *head,
+        element("title", chart.title or "chart"),
+        element("desc", chart.to_text()),
         *parts,
         xmlns="http://www.w3.org/2000/svg",
         viewBox=f"0 0 {width:.0f} {height:.0f}",
@@ -65,7 +62,7 @@ def _draw_lines(chart: LineChart, width: float) -> tuple[list[Element], float]:
     y_values = [v for s in chart.series for part in (s.y, s.low, s.high) if part is not None for v in part]
     y_values += [marker.y for marker in chart.markers]
     x = fit(x_values, "log10" if chart.x_log else "linear", ticks=_ticks(x_values, 4 if narrow else 7), pad=0.015)
-    y = fit(y_values, "log2" if chart.y_log2 else "log10" if chart.y_log else "linear", ticks=5, pad=0.06)
+    y = fit(y_values, "log2" if chart.y_log2 else "linear", ticks=5, pad=0.06)
     frame = _frame(chart, width, x, y)
     limit = int(width * 0.8)
     parts = list(frame.behind)
@@ -164,10 +161,10 @@ def _draw_histogram(chart: ExponentHistogram, width: float) -> tuple[list[Elemen
     edges = [e for s in chart.series for v in s.x if v is not None for e in (v, v + 1)]
     counts = [v for series in chart.series for v in series.y]
     x = fit(edges, "exponent", ticks=6 if narrow else 11, pad=0.01)
-    y = fit(counts, "log10" if chart.y_log else "linear", ticks=5, zero=True, pad=0.06)
+    y = fit(counts, "linear", ticks=5, zero=True, pad=0.06)
     frame = _frame(chart, width, x, y)
     parts = list(frame.behind)
-    base = frame.y.at(frame.y.low) if chart.y_log else frame.y.project(0.0)
+    base = frame.y.project(0.0)
     assert base is not None
     for index, series in enumerate(chart.series):
         shapes = [path(shape) for shape in _steps(series, frame, base)]
@@ -259,7 +256,7 @@ def _draw_markers(markers: Sequence[Marker], frame: Frame, lines: Sequence[list[
     inked = _ink(lines)
     shapes: list[Element] = []
     labels: list[Element] = []
-    taken = list(frame.taken)
+    taken: list[Box] = []
     anchors: list[tuple[str, float, float, bool]] = []
     for marker in markers:
         x, y = frame.x.project(marker.x), frame.y.project(marker.y)

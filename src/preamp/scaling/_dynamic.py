@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Mapping
-from math import nan
 from typing import Any, TypeVar
 
 import torch
@@ -26,26 +25,6 @@ from ._fixed import LossScale, at_least_float32
 Self = TypeVar("Self", bound="Moving")
 
 
-class Reciprocal:
-    """`reciprocal` of a scale, not to be written into.
-
-    On a CPU, where comparing is cheaper, it is recomputed only if the scale has changed.
-    """
-
-    def __init__(self) -> None:
-        self._scale = nan
-        self._made: Tensor | None = None
-
-    def __call__(self, scale: Tensor) -> Tensor:
-        if scale.device.type != "cpu":
-            return reciprocal(scale)
-        value = scale.item()
-        if self._made is None or value != self._scale:
-            with torch.inference_mode(False):  # it may be used outside later
-                self._scale, self._made = value, reciprocal(scale)
-        return self._made
-
-
 class Moving(LossScale):
     """A scale that changes. Its state is tensors by name, one of them "scale", where the gradients were last."""
 
@@ -54,7 +33,6 @@ class Moving(LossScale):
         self._floor, self._ceiling = check_bounds(self._start, min_scale, max_scale)
         self.min_scale, self.max_scale = min_scale, max_scale
         self.patience = None if patience is None else check_count(patience, "patience", "it counts skipped steps")
-        self._reciprocal = Reciprocal()
         self._state = {"scale": torch.tensor(self._start, dtype=torch.float32, device="cpu")}
 
     def scale(self, loss: Tensor) -> Tensor:
@@ -63,7 +41,7 @@ class Moving(LossScale):
 
     def inverse(self, device: torch.device) -> Tensor:
         """1/scale, 0-d float32, rounded once from float64 as torch does."""
-        return self._reciprocal(self._on(device)["scale"])
+        return reciprocal(self._on(device)["scale"])
 
     def current(self, device: torch.device) -> Tensor:
         """The scale, 0-d float32; a copy."""

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import inspect
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cache
 from itertools import islice
-from operator import attrgetter
 from typing import Any
 
 import torch
@@ -19,9 +16,8 @@ from torch.optim import Optimizer
 from ..errors import ScaleCollapse, ScaleError
 from ..frameworks import framework_hooks, unwrap_imitation
 from ..kernels import chained, check_and_unscale_, read, reciprocal
-from ..sharding import any_sharded
 from ._checks import LARGEST_SCALE, PATIENCE, SMALLEST_SCALE, check_bounds, check_count, check_factors, check_scale
-from ._dynamic import HysteresisScale, Moving, Reciprocal
+from ._dynamic import HysteresisScale, Moving
 from ._log import LOG, Rows, tell_row
 
 HISTORY = 1000
@@ -80,7 +76,6 @@ class GradScaler(torch.amp.GradScaler):
         self._patience = None if patience is None else check_count(patience, "patience", "it counts skipped updates")
         super().__init__(device, start, growth_factor, backoff_factor, growth_interval, enabled)
         self._schedule = self._scheduled(schedule, start, min_scale, max_scale) if enabled else None
-        self._reciprocal = Reciprocal()
         self._last_found: tuple[Tensor, ...] = ()
         self._in_a_row: Tensor | int = 0
         self._history: deque[tuple[Tensor | float, Tensor]] = deque(maxlen=HISTORY)
@@ -113,11 +108,7 @@ class GradScaler(torch.amp.GradScaler):
         return (ScaleEvent(float(scale), bool(found)) for scale, found in tuple(self._history))
 
     def step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> float | None:
-        """As torch's: unscale if need be, then `optimizer.step()` unless a gradient is not finite.
-
-        For the optimizers of `preamp.optim` the check and the unscaling of float32 gradients are one pass on a CPU;
-        elsewhere unscaling happens inside their step.
-        """
+        """As torch's: unscale if need be, then `optimizer.step()` unless a gradient is not finite."""
         if not self._enabled or "closure" in kwargs:  # which is an error
             stepped = super().step(optimizer, *args, **kwargs)
             torch.clear_autocast_cache()
@@ -125,94 +116,70 @@ class GradScaler(torch.amp.GradScaler):
         given, optimizer = optimizer, unwrap_imitation(optimizer)
         self._check_scale_growth_tracker("step")  # before anything is noted of this optimizer
         state = self._per_optimizer_states[id(optimizer)]
-        with framework_hooks(given if given is not optimizer else None):
-            if state["stage"] is not OptState.STEPPED and _takes_attributes(optimizer):
-                result = self._step_fused(optimizer, state, *args, **kwargs)
-            else:
-                result = super().step(optimizer, *args, **kwargs)
+        fused = getattr(optimizer, "_step_supports_amp_scaling", False)
+        if (
+            fused
+            and state["stage"] is OptState.UNSCALED
+            and not state["found_inf_per_device"]
+            and _gradients(optimizer)
+        ):
+            raise AssertionError(
+                "No inf checks were recorded for this optimizer: it had no gradients when it was checked."
+            )
+        try:
+            with framework_hooks(given if given is not optimizer else None):
+                if state["stage"] is OptState.READY and getattr(optimizer, "takes_masters", False):
+                    stepped = self._step_ours(optimizer, state, *args, **kwargs)
+                else:
+                    stepped = super().step(optimizer, *args, **kwargs)
+        except BaseException:  # else the next step would be divided by this scale as well
+            for name in ("grad_scale", "found_inf"):
+                vars(optimizer).pop(name, None)
+            raise
         torch.clear_autocast_cache()  # of a region that is open still: casts of weights as they were
         self._last_found = tuple(state["found_inf_per_device"].values())
         self._seen.append(optimizer)
+        return stepped
+
+    def _step_ours(self, optimizer: Any, state: dict[str, Any], *args: Any, **kwargs: Any) -> float | None:
+        """A step of preamp.optim. The lists of the step are read once: unscaled as well on a CPU, else in the step.
+
+        float16 gradients stay scaled until the step, since unscaled they would underflow in float16.
+        """
+        scale, collected = self._scale, optimizer.collect_anew()
+        lists = [gradients for _, gradients in collected]
+        here = all(gradients[0].device == scale.device for gradients in lists)  # type: ignore[union-attr]
+        sharded = any(bucket.sharded for bucket, _ in collected)
+        if scale is None or not here or not lists or sharded or optimizer.is_hooked or hasattr(optimizer, "grad_scale"):
+            return super().step(optimizer, *args, **kwargs)
+        inverse = reciprocal(scale)
+        factor: Tensor | None = inverse
+        if scale.device.type == "cpu" and not any(gradients[0].dtype is torch.float16 for gradients in lists):
+            found = torch.zeros_like(scale)
+            for gradients in lists:
+                torch._amp_foreach_non_finite_check_and_unscale_(gradients, found, inverse)
+            factor = None
+        else:
+            found = read(chained(lists)).found
+        state.update(found_inf_per_device={scale.device: found}, stage=OptState.STEPPED)
+        if found.device.type == "cpu" and found.item() > 0:
+            return None
+        result: float | None = optimizer.step_with(*args, factor=factor, found=found, collected=collected, **kwargs)
         return result
 
     def unscale_(self, optimizer: Optimizer) -> None:
         """As torch's."""
         super().unscale_(unwrap_imitation(optimizer))
 
-    def _step_fused(self, optimizer: Any, state: dict[str, Any], *args: Any, **kwargs: Any) -> float | None:
-        """A step that gets scale and flag by attributes; an existing `grad_scale` multiplies the scale."""
-        scale, _ = self._check_scale_growth_tracker("step")
-        ours, given = getattr(optimizer, "takes_masters", False), getattr(optimizer, "grad_scale", None)
-        scaled = state["stage"] is OptState.READY
-        try:
-            collected = None
-            if scaled and ours:
-                unscaled, collected = self._check_and_unscale(optimizer, state, scale)
-                scaled = not unscaled
-            elif scaled:
-                self._check_inf_per_device(optimizer)
-            flags = [flag.to(scale.device, non_blocking=True) for flag in state["found_inf_per_device"].values()]
-            if not flags and (ours or any(p.grad is not None for g in optimizer.param_groups for p in g["params"])):
-                raise AssertionError(
-                    "No inf checks were recorded for this optimizer: it had no gradients when it was checked."
-                )
-            found = flags[0] if len(flags) == 1 else torch.stack([*flags, torch.zeros_like(scale)]).amax()
-            if (found.device.type == "cpu" or _is_watched(optimizer)) and found.item() > 0:
-                state["stage"] = OptState.STEPPED
-                return None
-            total = given if not scaled else scale if given is None else scale * given
-            result: float | None
-            if ours:
-                factor = None if total is None else reciprocal(total)
-                result = optimizer.step_with(*args, factor=factor, found=found, collected=collected, **kwargs)
-            else:
-                optimizer.found_inf, optimizer.grad_scale = found, total
-                result = optimizer.step(*args, **kwargs)
-        finally:
-            for name in ("grad_scale", "found_inf"):
-                vars(optimizer).pop(name, None)
-        state["stage"] = OptState.STEPPED
-        return result
-
-    def _check_and_unscale(self, optimizer: Any, state: dict[str, Any], scale: Tensor) -> tuple[bool, Any]:
-        """Check an optimizer's gradients; on a CPU unscale them in the same pass.
-
-        Returns whether they are unscaled, and the lists of the step, if these were read. float16 gradients stay scaled,
-        since unscaled they would underflow in float16.
-        """
-        collected = optimizer.collect_anew()
-        here = all(gradients[0].device == scale.device for _, gradients in collected)
-        low = any(gradients[0].dtype is torch.float16 for _, gradients in collected)
-        sharded, on_cpu = any(bucket.sharded for bucket, _ in collected), scale.device.type == "cpu"
-        if optimizer.is_hooked or not here or sharded:
-            self._check_inf_per_device(optimizer) if low else self.unscale_(optimizer)
-            return not low, None
-        found, unscaled = torch.zeros_like(scale), on_cpu and not low
-        if unscaled:
-            for _, gradients in collected:
-                torch._amp_foreach_non_finite_check_and_unscale_(gradients, found, self._reciprocal(scale))
-        elif collected:
-            found = read(chained([gradients for _, gradients in collected])).found.to(scale.device)
-        state["found_inf_per_device"] = {scale.device: found} if collected else {}
-        return unscaled, collected
-
     def _unscale_grads_(
         self, optimizer: Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
     ) -> dict[torch.device, Tensor]:
-        """As torch's, but for all parameters at once: bookkeeping for each takes longer than unscaling a small one."""
-        gradients = [torch.view_as_real(g) if g.is_complex() else g for g in _gradients(optimizer)]
-        dtypes, dense = set(map(_DTYPE, gradients)), set(map(_LAYOUT, gradients)) == {torch.strided}
-        if not allow_fp16 and torch.float16 in dtypes:
+        """As torch's, also for complex gradients, and for shards, whose ranks agree on the flag."""
+        gradients = _gradients(optimizer)
+        if not allow_fp16 and any(gradient.dtype is torch.float16 for gradient in gradients):
             raise ValueError("Attempting to unscale FP16 gradients.")
-        sharded = any_sharded(gradients)
-        alike = dense and len(dtypes) == 1 and set(map(_DEVICE, gradients)) == {found_inf.device}
-        if not sharded and not alike and not any(map(torch.is_complex, _gradients(optimizer))):
-            return super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
-        if sharded:  # torch agrees as the first gradient is placed, which may be whole on all ranks
-            return {found_inf.device: check_and_unscale_(gradients, inv_scale).to(found_inf.device)}
-        with torch.no_grad():
-            torch._amp_foreach_non_finite_check_and_unscale_(gradients, found_inf, inv_scale)
-        return {found_inf.device: found_inf}
+        found = check_and_unscale_(gradients, inv_scale)
+        return {found_inf.device: found.to(found_inf.device)} if gradients else {}
 
     def update(self, new_scale: float | Tensor | None = None) -> None:
         """Update as torch does, and keep the scale within its bounds. `new_scale`: a number, or 0-d float32."""
@@ -224,14 +191,9 @@ class GradScaler(torch.amp.GradScaler):
         scale: Tensor
         if self._schedule is not None:
             scale = self._update_by_schedule(self._schedule, new_scale, found)
-        elif new_scale is not None or found is None:
+        else:
             super().update(new_scale)
             scale = self._scale  # type: ignore[assignment]
-        else:  # the same, without gathering the flags once more
-            scale, good_steps = self._check_scale_growth_tracker("update")
-            factors = (self._growth_factor, self._backoff_factor, self._growth_interval)
-            torch._amp_update_scale_(scale, good_steps, found, *factors)
-            self._per_optimizer_states.clear()
         if isinstance(new_scale, Tensor):
             scale.nan_to_num_(nan=self._floor)
         if scale.device.type != "cpu" or not self._floor <= scale.item() <= self._ceiling:
@@ -334,11 +296,8 @@ class GradScaler(torch.amp.GradScaler):
 
     def __getstate__(self) -> dict[str, Any]:
         state = super().__getstate__()
-        state.update(_last_found=(), _reading=None, _in_a_row=0, _history=deque(maxlen=HISTORY), _seen=[])
+        state.update(_last_found=(), _in_a_row=0, _history=deque(maxlen=HISTORY), _seen=[])
         return state
-
-
-_DTYPE, _LAYOUT, _DEVICE = attrgetter("dtype"), attrgetter("layout"), attrgetter("device")
 
 
 def _kept(scale: Tensor) -> Tensor | float:
@@ -359,23 +318,3 @@ def _first_nonfinite(optimizers: list[Optimizer]) -> str | None:
                     names = group.get("param_names")
                     return names[p] if names else f"param_groups[{g}]['params'][{p}] of shape {tuple(parameter.shape)}"
     return None
-
-
-def _takes_attributes(optimizer: Optimizer) -> bool:
-    """Whether a step reads `grad_scale` and `found_inf`, as torch's fused ones do, and not the older protocol."""
-    return getattr(optimizer, "_step_supports_amp_scaling", False) and not _takes_scaler(type(optimizer).step)
-
-
-def _is_watched(optimizer: Optimizer) -> bool:
-    """Whether an optimizer's step is wrapped to detect calls; a scheduler's wrapper only counts, and is no such one.
-
-    Accelerate wraps it, and regards a step that is not called as skipped.
-    """
-    step = vars(optimizer).get("step")
-    return step is not None and not getattr(step, "_wrapped_by_lr_sched", False)
-
-
-@cache
-def _takes_scaler(step: Callable[..., Any]) -> bool:
-    """Whether a step has a parameter for the scaler. Cached: torch's own check takes longer than a small step."""
-    return "grad_scaler" in inspect.signature(step).parameters

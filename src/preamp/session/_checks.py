@@ -104,8 +104,8 @@ def check_gathered_full(models: Iterable[nn.Module]) -> None:
         if low is not None:
             raise SessionError(
                 f"full_precision(): FSDP2 gathers this model's weights in {name_of(low)} whatever is around it. "
-                "Validate in the session's precision, or write the float32 model with preamp.checkpoint.export and run "
-                "that; to read parameters, full_precision(values_only=True)"
+                "Validate in the session's precision, or run a float32 model with the weights that torch gathers "
+                "inside full_precision(values_only=True)"
             )
 
 
@@ -280,7 +280,7 @@ def _check_origin(state: Mapping[str, Any], policy: str) -> None:
         of_scaler = {"loss_scaler0", "growth_factor", "loss_scaler"} & set(state)
         raise StateError(
             "this is the state of a scaler of torch.amp or Apex, and no session's: load the model and the optimizer as "
-            "they are, and take over the scale by preamp.checkpoint.adopt_scale(session, state); O4 and O5 have none"
+            "they are, and prepare with its scale, scale=preamp.DynamicScale(init_scale=...); O4 and O5 have none"
             if of_scaler
             else f"not a session's state: missing or unexpected {sorted(set(state) ^ _FIELDS)}"
         )

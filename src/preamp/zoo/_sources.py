@@ -8,7 +8,6 @@ from __future__ import annotations
 import hashlib
 import importlib
 import importlib.util
-import io
 import os
 from collections.abc import Callable
 from contextlib import suppress
@@ -21,7 +20,6 @@ from preamp.errors import MissingExtra
 from preamp.report.files import write_with
 
 EXTRA = "demo"
-_DIGEST_SIZE = 16  # bytes
 
 
 def require(module: str, package: str, why: str) -> Any:
@@ -56,39 +54,17 @@ def cache_folder() -> Path:
 def cached(key: str, build: Callable[[], dict[str, Any]]) -> dict[str, Any]:
     """What `build` returns, kept on disk under `key`: tensors, numbers and strings by name.
 
-    A file begins with a digest of the rest, so one that is truncated or damaged is noticed and built again. It is
-    written whole or not at all, by two processes at once too. A folder that cannot be written only costs the time of
-    building again.
+    A file that is not there, or cannot be read, is built again. It is written whole or not at all, by two processes at
+    once too. A folder that cannot be written only costs the time of building again.
     """
     path = cache_folder() / f"{key}.pt"
-    kept = _read(path)
-    if kept is None:
-        kept = build()
-        with suppress(OSError):
-            _write(path, kept)
+    with suppress(Exception):
+        kept: dict[str, Any] = torch.load(path, weights_only=True, map_location="cpu")
+        return kept
+    kept = build()
+    with suppress(OSError):
+        write_with(path, lambda temporary: torch.save(kept, temporary))
     return kept
-
-
-def _read(path: Path) -> dict[str, Any] | None:
-    try:
-        blob = path.read_bytes()
-    except OSError:
-        return None
-    if blob[:_DIGEST_SIZE] != _digest(memoryview(blob)[_DIGEST_SIZE:]):
-        return None
-    kept: dict[str, Any] = torch.load(io.BytesIO(blob[_DIGEST_SIZE:]), weights_only=True, map_location="cpu")
-    return kept
-
-
-def _write(path: Path, kept: dict[str, Any]) -> None:
-    buffer = io.BytesIO()
-    torch.save(kept, buffer)
-    payload = buffer.getbuffer()
-    write_with(path, lambda temporary: temporary.write_bytes(_digest(payload) + payload))
-
-
-def _digest(payload: memoryview) -> bytes:
-    return hashlib.blake2b(payload, digest_size=_DIGEST_SIZE).digest()
 
 
 def fingerprint(*paths: Path) -> str:

@@ -249,7 +249,7 @@ def _skips(rank: Rank) -> tuple[list[Marker], list[Span]]:
     alone, several = ([row for row in rows if (len(row) > 1) is many] for many in (False, True))
     marks = [Marker(row[0], None, "skipped" if row is alone[0] else "") for row in alone]
     words = {id(longest): f"{len(longest)} steps skipped in a row" if longest else ""}
-    return marks, [Span("x", row[0], row[-1] + 1, words.get(id(row), "")) for row in several]
+    return marks, [Span(row[0], row[-1] + 1, words.get(id(row), "")) for row in several]
 
 
 def _number(value: object) -> float | None:
