@@ -6,7 +6,6 @@ With an example, one forward pass is observed too: on a copy of the model, under
 from __future__ import annotations
 
 import copy
-import traceback
 from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import replace
@@ -30,7 +29,7 @@ from .findings import checks, kinds_of
 from .findings.check import Listeners, counted, without_repeats
 from .findings.events import Deviated, Examined, Raised
 from .hooks import Clock
-from .names import Names, names_of
+from .names import names_of
 from .operators import Observer, Products, Stream, found_by
 from .places import Places, raised_at
 from .records import shown_path
@@ -189,10 +188,12 @@ def _observe(
     origin = trails.origin_of(t for t in tensors(out) if _left_the_range(t))
     found += [*found_by(observers), *([] if origin is None else [origin.finding()])]
     if ended is not None and not _is_refusal(found):
-        report(Raised(type(ended).__name__, str(ended), raised_at(ended)))
+        module = names.raised_in(ended)
+        report(Raised(type(ended).__name__, str(ended), raised_at(ended), module))
         if not _is_refusal(found):
+            inside = f" in module {module!r}" if module else ""
             raise SessionError(
-                f"the example did not run through the model under {policy.level or policy}{_inside(ended, names)}: "
+                f"the example did not run through the model under {policy.level or policy}{inside}: "
                 f"{type(ended).__name__}: {ended}"
             ) from ended
     return out, found, ended
@@ -223,13 +224,6 @@ def _twin(model: nn.Module, policy: Policy) -> tuple[nn.Module, bool]:
 def _called(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """The call itself: where the search for the user's line stops."""
     return model(*args, **kwargs)
-
-
-def _inside(error: Exception, names: Names) -> str:
-    """Where an error came up: the innermost module that it left."""
-    running = [frame.f_locals.get("self") for frame, _ in traceback.walk_tb(error.__traceback__)]
-    path = next((names.known(one) for one in reversed(running) if isinstance(one, nn.Module) and names.known(one)), "")
-    return f" in module {path!r}" if path else ""
 
 
 def _convert(twin: nn.Module, policy: Policy) -> None:

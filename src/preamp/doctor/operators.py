@@ -62,6 +62,15 @@ class Call:
         return [t for t in tensors((self.args, self.kwargs)) if t.is_floating_point()]
 
     @property
+    def numbers(self) -> list[float]:
+        """Numbers among the arguments, also those in a tensor of the CPU's without dimensions."""
+        given = (*self.args, *self.kwargs.values())
+        scalars = [
+            each.item() if isinstance(each, Tensor) and each.is_cpu and not each.dim() else each for each in given
+        ]
+        return [float(each) for each in scalars if type(each) in (int, float)]
+
+    @property
     def where(self) -> dict[str, Any]:
         """The place, as fields of a finding."""
         return {"module": self.module, "op": self.base, "direction": "forward", "at": self.at}

@@ -199,3 +199,4 @@ class Raised(NamedTuple):
     kind: str
     text: str
     at: Line
+    module: str | None = None

@@ -112,6 +112,8 @@ class Diagnosis:
                 f"{fact.name} ({fact.place.direction}) is {lost} in {fact.dtype}, and {spelled(self.origin.op)} at "
                 f"line {self.origin.line} makes {self.origin.kind} of it"
             )
+            if fact.constant is not None:
+                message = f"{fact.vanished}, and {spelled(self.origin.op)} makes {self.origin.kind} of it"
             if fact.code in ("PA114", "PA115"):
                 found = replace(found, code=fact.code, op=fact.name)
             found = replace(found, message=message, file=place.file, line=place.line, module=place.module)

@@ -22,7 +22,7 @@ from ..operators import Stream, found_by
 from ..places import Places
 from ..shadow.absorbed import Changes
 from ..shadow.facts import GradientsRead
-from ..shadow.values import gradients_as_stored, gradients_beside
+from ..shadow.values import gradients_beside
 from .audit import Look, audit, dtypes_of, emit_changes
 from .evaluation import Evaluation
 from .magnitudes import Telemetry
@@ -51,9 +51,6 @@ class Inspection:
         self._changes_in = 0
         """That step."""
         self._telemetry: Telemetry | None = None
-        self._done: Telemetry | None = None
-        """That of the last step, until the weights that it left are seen."""
-        self._taken = False
         self._turn, self._opened = -1, 0
         self._again, self._again_in = False, -1
         """Whether this step is to be replayed for observation, and the last turn that was."""
@@ -66,7 +63,6 @@ class Inspection:
         self.evaluation.end()
         if turn != self._turn:
             self._close_changes()
-        self.settle()
         if self.every is None:
             return
         self._opened = self._opened + 1 if turn == self._turn else 1
@@ -206,33 +202,25 @@ class Inspection:
 
     def before_step(self, optimizer: Optimizer | None) -> None:
         """All gradients of the step have arrived."""
-        run, look = self._run, self._look
+        run, scales, look = self._run, self._scales, self._look
         self._judge()
-        if look is not None and (look.exact or self._scales.in_half) and not run.bad:
-            self._read_gradients(look)
+        if look is not None and look.exact and not run.bad:
+            rows, scale = sorted(look.exact.values(), key=lambda one: (-one.lost, -one.relative)), scales.of_backward
+            run.emit(GradientsRead(rows, scale))
+            run.recorder.write("underflow", step=run.step, scale=scale, rows=list(map(row_of, rows)))
         telemetry = self._telemetry
         if telemetry is not None and not telemetry.has_weights:
             known = {id(p) for p in run.names.parameters()}
             own = [p for group in optimizer.param_groups for p in group["params"]] if optimizer is not None else []
             own = [p for p in own if id(p) in known]  # an optimizer of masters has others
-            telemetry.weights(own or run.names.parameters(), self._scales.on_gradients)
+            telemetry.weights(own or run.names.parameters(), scales.on_gradients)
 
-    def _read_gradients(self, look: Look) -> None:
-        """Tell what float16 lost of them: seen beside their shadows, else told from what is left."""
-        run, scale = self._run, self._scales.of_backward
-        rows = sorted(look.exact.values(), key=lambda one: (-one.lost, -one.relative))
-        if not rows:
-            run.emit(GradientsRead(gradients_as_stored(run.names, self._scales.on_gradients), scale, is_exact=False))
-            return
-        run.emit(GradientsRead(rows, scale, is_exact=True))
-        run.recorder.write("underflow", step=run.step, scale=scale, rows=list(map(row_of, rows)))
-
-    def attempted(self, taken: bool) -> None:
-        """The step was taken or skipped. What it changed is counted later: masters may not be copied back yet."""
+    def attempted(self) -> None:
+        """The step was taken or skipped."""
         self._run.stream.leave()
-        if self._telemetry is not None:
-            self._telemetry.close()
-            self._done, self._telemetry, self._taken = self._telemetry, None, taken
+        telemetry, self._telemetry = self._telemetry, None
+        if telemetry is not None:
+            self._run.recorder.write("telemetry", **telemetry.facts())
 
     def _close_changes(self) -> None:
         changes, self._changes = self._changes, None
@@ -245,9 +233,7 @@ class Inspection:
         self.evaluation.end()
         self._judge()
         self._close_changes()
-        if self._telemetry is not None:
-            self.attempted(taken=False)
-        self.settle()
+        self.attempted()
 
     def give_up(self) -> None:
         """End the inspection and judge nothing."""
@@ -255,14 +241,7 @@ class Inspection:
             self._look.recomputation.close()
         if self._telemetry is not None:
             self._telemetry.close()
-        self._look = self._changes = self._telemetry = self._done = self.every = None
-
-    def settle(self) -> None:
-        """Record the counts of the last step, whose weights are seen now."""
-        done, self._done = self._done, None
-        if done is not None:
-            done.updates(self._taken)
-            self._run.recorder.write("telemetry", **done.facts())
+        self._look = self._changes = self._telemetry = self.every = None
 
     def _judge(self) -> None:
         """Stop observing operators, and report what they showed."""
@@ -289,7 +268,7 @@ class Inspection:
         self.ran_low |= bool(seen.products.low)
         run.emit(Observed(seen.products, seen.modules, seen.handled, scales.scale or 1.0, [*self._prepared()]))
         parameters = seen.parameters or dtypes_of(run.names)
-        run.recorder.write("audit", step=run.step, **audit(seen.products, run.names, parameters))
+        run.recorder.write("audit", step=run.step, **audit(seen.products, parameters))
 
     def _prepared(self) -> Iterator[Prepared]:
         for session in self._scales.sessions:

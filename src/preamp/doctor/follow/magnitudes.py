@@ -1,4 +1,4 @@
-"""The magnitudes of one step, by module: activations and their gradients, weights, their gradients, and updates."""
+"""The magnitudes of one step, by module: activations and their gradients, weights and theirs."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from ...formats import name_of
 from ...tree import tensors
-from ..exponents import UPDATE, Exponents
+from ..exponents import Exponents
 from ..hooks import Clock
 from ..measure import count_each, values_here
 from ..names import Names
@@ -35,7 +35,8 @@ class Telemetry:
         self._hook: Any = None
         self._outputs: dict[tuple[int, int], weakref.ref[Tensor]] = {}
         self._hooked: set[str] = set()
-        self._before: list[tuple[str, Tensor, Tensor]] = []
+        self.has_weights = False
+        """Whether the weights of this step have been counted."""
         self.regions: tuple[str, ...] = ()
         """Device types for which autocast is on where the model was called."""
         self.outside: list[str] = []
@@ -98,33 +99,16 @@ class Telemetry:
         for (path, kind, tensor), count in zip(held, counts, strict=True):
             self._counts.setdefault((path, kind, name_of(tensor.dtype)), []).append(count)
 
-    @property
-    def has_weights(self) -> bool:
-        """Whether the weights of this step have been counted."""
-        return bool(self._before)
-
     def weights(self, parameters: Iterable[Tensor], scale: float) -> None:
-        """Count weights and their gradients, just before a step; the weights are kept to compute the update."""
-        self.scale = scale
+        """Count weights and their gradients, just before a step."""
+        self.scale, self.has_weights = scale, True
         counted: list[tuple[str, str, Tensor]] = []
         for parameter in parameters:
             path = self._names.owners.get(id(parameter))
             grad = parameter.grad
             if path is None or grad is None or grad.layout is not torch.strided:
                 continue
-            counted.append((path, "weight", parameter))
-            counted.append((path, "gradient", grad))
-            self._before.append((path, parameter, values_here(parameter.detach()).clone()))
-        self._count_each(counted)
-
-    def updates(self, taken: bool) -> None:
-        """Count what the step added to the weights, once that is done."""
-        before, self._before = self._before, []
-        counted: list[tuple[str, str, Tensor]] = []
-        for path, parameter, old in before if taken else ():
-            new = values_here(parameter.detach())
-            if old.shape == new.shape and old.dtype == new.dtype:
-                counted.append((path, UPDATE, new - old))
+            counted += [(path, "weight", parameter), (path, "gradient", grad)]
         self._count_each(counted)
 
     def facts(self) -> dict[str, Any]:

@@ -122,7 +122,8 @@ class Run:
     def raised(self, error: BaseException, trace: Any = None) -> None:
         """An error came up in a model, its loss or a scaler; a script may catch it and go on."""
         if self.is_own:
-            self.emit(Raised(type(error).__name__, str(error), raised_at(error, trace)))
+            module = self.names.raised_in(error)
+            self.emit(Raised(type(error).__name__, str(error), raised_at(error, trace), module))
 
     def noting_errors(self, around: Callable[..., Any]) -> Callable[..., Any]:
         """The same function, with its errors reported."""

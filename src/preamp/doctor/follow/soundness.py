@@ -85,6 +85,7 @@ class Soundness:
         line_of_it = origin.file, origin.line
         known = [fact for place, fact in plain.shadowed.broke if place.at == line_of_it]
         known += [fact for fact in plain.facts if fact.place.at == line_of_it]
+        known.sort(key=lambda fact: fact.code != "PA101")
         if not known:
             not_there = "float32 is not finite there either: no matter of precision"
             return Diagnosis(origin, run.step, tried="no line was found that leads there" if plain.meant else not_there)

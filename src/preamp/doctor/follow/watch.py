@@ -101,10 +101,6 @@ class Watch:
             counts = {**self.scales.since_last(), "scaler_at": spell_line(self.scales.scaler_at)}
             run.recorder.write("end", spent=run.clock.spent, seconds=run.clock.seconds, **counts)
 
-    def flush(self) -> None:
-        """Record what is known of the steps so far."""
-        self._inspection.settle()
-
     # -- model calls: the outermost of a model that is trained; what it calls inside is not followed
 
     def _hook_calls(self) -> None:

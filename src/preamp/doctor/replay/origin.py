@@ -8,7 +8,7 @@ softmax removes again does no harm.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -109,7 +109,7 @@ class Trails(Observer):
             inputs=tuple(inputs),
             output=output,
             kind="nan" if output.nan else "inf",
-            constants=tuple(_numbers_in(call)),
+            constants=tuple(call.numbers),
             own=place.own,
         )
         trail = self._trail(call.base, first, bad, sick)
@@ -249,13 +249,6 @@ def _operand_of(tensor: Tensor) -> Operand:
     fine = values[values.isfinite()]
     low, high = (fine.min().item(), fine.max().item()) if fine.numel() else (None, None)
     return Operand(name, shape, low, high, int(values.isinf().sum()), int(values.isnan().sum()))
-
-
-def _numbers_in(call: Call) -> Iterator[float]:
-    """Python numbers among the arguments: a constant to fill with, an exponent, an epsilon."""
-    for value in (*call.args, *call.kwargs.values()):
-        if isinstance(value, float) or (isinstance(value, int) and not isinstance(value, bool)):
-            yield float(value)
 
 
 def _go_back(losses: list[Tensor], backward: Callable[[Tensor], None] | None) -> None:

@@ -41,6 +41,8 @@ _DECIDING = frozenset({
     "linalg_solve_ex", "linalg_ldl_factor_ex", "eq", "ne", "gt", "lt", "ge", "le",
 })  # fmt: skip
 """Operators whose integers and truth values mean something. The place of a maximum is none: ties decide it."""
+_ADDS = frozenset({"add", "clamp_min", "clamp", "maximum"})
+"""Operators that keep a denominator from zero."""
 _MEANT = frozenset({"exp", "expm1"})
 """Operators whose infinity a division rightly makes a zero: a sigmoid that is written by hand."""
 _ADD_UP = frozenset({
@@ -196,6 +198,9 @@ class Shadowed(Observer):
         written = {id(t) for t in call.written}
         read = [t for t in call.inputs if has_shadow(t) and id(t) not in written]
         self.errors[call.place] = max(error, self.errors.get(call.place, 0.0))
+        if (constant := _misfit(call, out, exact)) is not None:
+            kind: Kind = "lost" if abs(constant) < 1 else "not finite"
+            self._report(replace(self._fact(kind, call, out, error, 0.0, read), constant=constant), call)
         if error < OFF:
             self.causes.pop(key, None)
             return
@@ -219,7 +224,7 @@ class Shadowed(Observer):
                 self.causes[key] = fact = self._fact("made", call, out, error, off, read)
                 self._small.add(fact)
             return
-        kind: Kind = "made" if finite else "not finite"
+        kind = "made" if finite else "not finite"
         if finite and (lost := share_lost(out, exact)) > ZEROS:
             kind, error = "lost", lost
         elif finite and out.dtype is torch.float16 and _is_subnormal(exact):
@@ -351,13 +356,25 @@ def _follows(call: Call) -> bool:
         return False
     if torch.Tag.nondeterministic_seeded in func.tags:
         return False
-    return any(map(has_shadow, tensors((call.args, call.kwargs)))) or base == "_to_copy"
+    return any(map(has_shadow, tensors((call.args, call.kwargs)))) or base in ("_to_copy", "scalar_tensor")
 
 
 def _is_subnormal(exact: Tensor) -> bool:
     """Whether most of what is not zero lies below float16's normal numbers."""
     there = exact != 0
     return float((exact.abs() < FP16.smallest_normal)[there].double().mean()) > ZEROS
+
+
+def _misfit(call: Call, out: Tensor, exact: Tensor) -> float | None:
+    """A constant that float16 makes zero or infinite, and a result with it."""
+    if out.dtype is not torch.float16 or call.place.direction != "forward":
+        return None
+    for number in call.numbers:
+        if FP16.max < abs(number) < math.inf and bool((out.isinf() & exact.isfinite()).any()):
+            return number
+        if 0 < number < FP16.smallest_normal and call.base in _ADDS and bool(((out == 0) & (exact != 0)).any()):
+            return number
+    return None
 
 
 @cache

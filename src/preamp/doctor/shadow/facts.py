@@ -37,6 +37,8 @@ class Fact:
     hidden_by: str | None = None
     """The operator that made finite numbers of something not finite, of a "not finite" that nothing else shows."""
 
+    constant: float | None = None
+    """A number in the call that 16 bits make zero or infinite."""
     lines: tuple[Line, ...] = ()
     """The user's line, and those that led to what the operator reads, the nearest first."""
 
@@ -46,8 +48,15 @@ class Fact:
         return spelled(self.op)
 
     @property
+    def vanished(self) -> str:
+        """What became of an epsilon, in words."""
+        return f"the epsilon {self.constant:g} rounds to zero in {self.dtype}: {self.name} leaves a zero as it is"
+
+    @property
     def code(self) -> str:
         """Which finding it is."""
+        if self.constant is not None:
+            return "PA101" if abs(self.constant) < 1 else "PA103"
         if self.op.startswith(_MATRIX) and not self.op.startswith(_NO_MATRIX):
             return "PA115"
         if self.kind == "decided" or (self.op in _COUNTS and self.largest >= _LARGE[self.dtype]):
@@ -61,7 +70,10 @@ _COUNTS = frozenset({"sin", "cos", "tan", "remainder", "fmod", "floor", "ceil", 
 """Operators for which the last unit of a large number matters."""
 _LARGE = {"bf16": 64.0, "fp16": 512.0, "fp32": 64.0}
 """Magnitude from which 16 bits round such a number by a quarter or more. A float32 one came from 16 bits."""
-_SPELLED = {"_to_copy": "a cast", "_softmax": "softmax", "_log_softmax": "log_softmax", "_unsafe_view": "view"}
+_SPELLED = {
+    "_to_copy": "a cast", "_softmax": "softmax", "_log_softmax": "log_softmax", "_unsafe_view": "view",
+    "scalar_tensor": "where",
+}  # fmt: skip
 
 
 def spelled(op: str) -> str:
@@ -135,24 +147,23 @@ class Absorbed:
 
 
 class GradientSpread(NamedTuple):
-    """The magnitudes of one parameter's gradient, without the loss scale."""
+    """One parameter's gradient beside its shadow."""
 
     module: str | None
     name: str
     """Of the parameter, with its module's path."""
     spread: Exponents
-    """As autograd left it; exact where the step was replayed in float32."""
+    """The magnitudes of the shadow, without the loss scale."""
     is_vector: bool
-    lost: float = 0.0
-    """Share of the values that are not zero in float32 and zero as they came."""
-    relative: float = 0.0
-    """||gradient - that in float32|| / ||that in float32||, L2."""
+    lost: float
+    """Share of the values that are not zero in the shadow and zero as they came."""
+    relative: float
+    """||gradient - shadow|| / ||shadow||, L2."""
 
 
 class GradientsRead(NamedTuple):
     """Gradients that went through float16 with this loss scale on them."""
 
     rows: Sequence[GradientSpread]
+    """The worst first."""
     scale: float
-    is_exact: bool
-    """Whether they are compared with the same step in float32."""

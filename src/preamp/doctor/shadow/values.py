@@ -192,16 +192,3 @@ def gradients_beside(
             lost = off = 0.0
         found[id(parameter)] = GradientSpread(*names.parameter(parameter), spread, vector, lost, off)
     return found
-
-
-def gradients_as_stored(names: Names, scale: float) -> list[GradientSpread]:
-    """Gradients that are float16 or, where none is, all: they passed through it. `scale`: on them as they are now."""
-    parameters = names.parameters()
-    halves = [p for p in parameters if p.dtype is torch.float16]  # norms kept in float32 have float32 gradients
-    found = []
-    for parameter in halves or parameters:
-        grad = parameter.grad
-        if grad is not None and grad.layout is torch.strided and grad.numel() >= _SMALL:
-            spread = spread_of(values_here(grad)).times(1 / scale)
-            found.append(GradientSpread(*names.parameter(parameter), spread, parameter.dim() < 2))
-    return found

@@ -7,7 +7,7 @@ import platform
 import shlex
 import statistics
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -113,26 +113,6 @@ def build_comparison(runs: Sequence[Ran], margin: float | None, command: list[st
         status=status, data=content, glossary=meanings,
     )  # fmt: skip
     return report, content
-
-
-def with_comparison(report: Report, content: dict[str, Any], runs: Sequence[Ran]) -> tuple[Report, dict[str, Any]]:
-    """The doctor's report with what a comparison adds to it."""
-    found, more = build_comparison(runs, None, [report.title])
-    first, *rest = report.sections
-    items = tuple(sorted((*report.findings, *found.findings)))
-    tables = [item for item in found.sections[0].items if isinstance(item, Table)]
-    against = Section("Against full precision", found.verdict, tables)
-    loss = Section("Loss against full precision", "", () if found.picture is None else (found.picture,))
-    sections = (replace(first, items=items), against, loss, *found.sections[1:], *rest)
-    merged = replace(report, sections=sections, verdict=f"{report.verdict} {found.verdict}")
-    merged = replace(merged, headline=f"{report.headline} {found.verdict}" if report.headline else "")
-    merged = replace(merged, glossary={**report.glossary, **found.glossary})
-    if any(finding.severity != "info" for finding in found.findings):
-        merged = replace(merged, status=None)
-    kept = {name: value for name, value in more.items() if name not in ("schema", "environment", "findings")}
-    findings = to_json([finding.to_dict() for finding in items])
-    content = {**content, "verdict": merged.verdict, "findings": findings, "comparison": kept}
-    return replace(merged, data=content), content
 
 
 def failures(runs: Sequence[Ran]) -> str:
