@@ -14,7 +14,7 @@ from torch import Tensor, nn
 import preamp
 from preamp.doctor import JsonLines
 from preamp.doctor.exponents import Exponents
-from preamp.doctor.measure import count_exponents
+from preamp.doctor.measure import spread_of
 from preamp.errors import PreampWarning, SessionError
 from tests.doctor._kept import Kept
 
@@ -46,7 +46,7 @@ def rows(sample: dict[str, Any]) -> dict[tuple[str, str], Exponents]:
 
 
 def of(*tensors: Tensor) -> Exponents:
-    return Exponents.of(count_exponents(torch.cat([tensor.detach().flatten() for tensor in tensors])))
+    return spread_of(torch.cat([tensor.detach().flatten() for tensor in tensors]))
 
 
 def test_counts_are_those_of_the_tensors() -> None:
@@ -346,7 +346,7 @@ def test_an_error_of_the_doctor_s_own_never_reaches_the_script(monkeypatch: pyte
         raise RuntimeError("a fault of ours")
 
     for owner, name in (
-        (magnitudes, "count_each"), (tape.Tape, "keep"), (tape.Tape, "enter_model"), (Stream, "_before"),
+        (magnitudes, "spread_of"), (tape.Tape, "keep"), (tape.Tape, "enter_model"), (Stream, "_before"),
         (audit.Handled, "before"), (soundness.Soundness, "check"), (steps.Steps, "_first_step"),
         (steps.Steps, "before_backward"),
     ):  # fmt: skip

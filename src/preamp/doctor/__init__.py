@@ -5,7 +5,6 @@ with preamp.doctor.watch(session, every=50) as w:                         # whil
     ...
 w.report()
 origin = preamp.doctor.find_origin(forward, models=model)                 # who made the first inf or nan
-preamp.doctor.compare_logprobs(sampler, trainer)                          # two engines, the same tokens
 """
 
 from importlib import import_module as _import_module
@@ -15,17 +14,14 @@ if TYPE_CHECKING:
     from .command.watching import Watching, watch
     from .findings.pa201 import Origin
     from .lint import examine
-    from .logprobs import LogprobComparison, compare_logprobs
     from .records import JsonLines, Sink
     from .replay.origin import find_origin
 
 __all__ = [
     "JsonLines",
-    "LogprobComparison",
     "Origin",
     "Sink",
     "Watching",
-    "compare_logprobs",
     "examine",
     "find_origin",
     "watch",
@@ -35,7 +31,6 @@ _HOMES = {
     "command.watching": ("Watching", "watch"),
     "findings.pa201": ("Origin",),
     "lint": ("examine",),
-    "logprobs": ("LogprobComparison", "compare_logprobs"),
     "records": ("JsonLines", "Sink"),
     "replay.origin": ("find_origin",),
 }

@@ -3,18 +3,11 @@
 from __future__ import annotations
 
 import math
-import struct
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 from ..formats import Format
-
-BINS = 256
-"""One for each exponent field of float32: zero and its subnormals, 2^-126 to 2^127, infinity and NaN."""
-WIDTH = BINS + 2
-"""Numbers by which a tensor is counted: those of the bins, the zeros, and the bits of the largest magnitude."""
-_BIAS = 127
 
 KINDS = ("activation", "activation gradient", "weight", "gradient")
 """What is counted. Gradients are as they are stored, times the loss scale."""
@@ -28,22 +21,10 @@ class Exponents:
     first: int
     counts: tuple[int, ...]
     zeros: int = 0
-    tiny: int = 0
-    """Not zero and below 2^-126."""
     infinite: int = 0
     """Infinite or NaN."""
     largest: float = 0.0
     """Largest finite magnitude."""
-
-    @classmethod
-    def of(cls, counted: Any) -> Exponents:
-        """From the `WIDTH` counts of a tensor, in a list or a tensor of their own."""
-        bins: list[int] = counted if isinstance(counted, list) else counted.tolist()
-        zeros, bits = bins[BINS], bins[BINS + 1]
-        used = [index for index in range(1, BINS - 1) if bins[index]]
-        first, last = (used[0], used[-1]) if used else (1, 0)
-        largest: float = struct.unpack("<f", bits.to_bytes(4, "little"))[0]
-        return cls(first - _BIAS, tuple(bins[first : last + 1]), zeros, bins[0] - zeros, bins[BINS - 1], largest)
 
     @classmethod
     def from_dict(cls, kept: Mapping[str, Any]) -> Exponents:
@@ -59,7 +40,7 @@ class Exponents:
             end = max(self.first + len(self.counts), other.first + len(other.counts))
             counts = tuple(self._at(e) + other._at(e) for e in range(first, end))
         infinite, largest = self.infinite + other.infinite, max(self.largest, other.largest)
-        return Exponents(first, counts, self.zeros + other.zeros, self.tiny + other.tiny, infinite, largest)
+        return Exponents(first, counts, self.zeros + other.zeros, infinite, largest)
 
     def _at(self, exponent: int) -> int:
         index = exponent - self.first
@@ -68,7 +49,7 @@ class Exponents:
     @property
     def some(self) -> int:
         """How many are finite and not zero."""
-        return sum(self.counts) + self.tiny
+        return sum(self.counts)
 
     @property
     def total(self) -> int:
@@ -92,7 +73,7 @@ class Exponents:
         if not self.some:
             return 0.0
         end = math.floor(math.log2(limit)) - self.first
-        return (self.tiny + sum(self.counts[: max(end, 0)])) / self.some
+        return sum(self.counts[: max(end, 0)]) / self.some
 
 
 def together(many: Iterable[Exponents]) -> Exponents:

@@ -78,13 +78,13 @@ class Call:
 
 @cache
 def base_of(func: Any) -> str:
-    """An operator's name without namespace, overload and in-place underscore."""
-    name = str(func).split(".")[1]
+    """An operator's name without namespace, overload and in-place underscore; "" of a function."""
+    name = str(func).split(".")[1] if isinstance(func, torch._ops.OpOverload) else ""
     return name if name.startswith("_") else name.rstrip("_")
 
 
 class Observer:
-    """Is shown operator calls. The base class does nothing, and what is not overridden is not called."""
+    """Is shown operator calls. The base class does nothing."""
 
     everywhere: ClassVar[bool] = False
     """Whether it is shown the backward pass, too, and what an optimizer does."""
@@ -130,7 +130,6 @@ class Stream(TorchDispatchMode):
         self._threads: set[int] = set()
         """Those in which the mode is there: each has modes of its own."""
         self._is_given_up = False
-        self._note_observers()
         self.is_paused = False
         """Whether what runs now is a library's own business."""
 
@@ -144,7 +143,6 @@ class Stream(TorchDispatchMode):
             if inside is not None:
                 self._places.enter(inside)
         self._observers += new
-        self._note_observers()
         if threading.get_ident() not in self._threads:
             self._threads.add(threading.get_ident())
             self.__enter__()
@@ -152,7 +150,6 @@ class Stream(TorchDispatchMode):
     def remove(self, *observers: Observer) -> None:
         """Show nothing more to these."""
         self._observers = [one for one in self._observers if one not in observers]
-        self._note_observers()
         if not self._observers and self._places is not None:
             self._places.close()
             self._places = None
@@ -192,16 +189,9 @@ class Stream(TorchDispatchMode):
         finally:
             self.is_paused = before
 
-    def _note_observers(self) -> None:
-        everywhere = [one for one in self._observers if one.everywhere]
-        self._wants = _overridden(self._observers, "wants")
-        self._all = len(self._wants) < len(self._observers)
-        self._befores = [_overridden(many, "before") for many in (everywhere, self._observers)]
-        self._afters = [_overridden(many, "after") for many in (everywhere, self._observers)]
-
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if self.is_paused or not (self._all or any(wants(func, args, kwargs) for wants in self._wants)):
+        if self.is_paused or not any(one.wants(func, args, kwargs) for one in self._observers):
             return func(*args, **kwargs)
         call = None
         with self._clock:
@@ -215,8 +205,8 @@ class Stream(TorchDispatchMode):
                 one.failed(error)
             raise
         with self._clock, torch.no_grad():
-            for after in self._afters[call.place.direction == "forward"]:
-                after(call)
+            for one in self._shown(call.place):
+                one.after(call)
         return out
 
     def _before(self, func: Any, args: Any, kwargs: Any) -> Call | None:
@@ -225,19 +215,17 @@ class Stream(TorchDispatchMode):
             return None
         written = written_by(func, args, kwargs)
         place = self._places.place(any(t._is_view() for t in written))
-        forward = place.direction == "forward"
-        if not self._befores[forward] and not self._afters[forward]:
+        shown = self._shown(place)
+        if not shown:
             return None
         call = Call(func, tuple(args), dict(kwargs), place, written, torch.is_grad_enabled())
         with torch.no_grad():
-            for before in self._befores[forward]:
-                before(call)
+            for one in shown:
+                one.before(call)
         return call
 
-
-def _overridden(observers: Iterable[Observer], name: str) -> list[Callable[..., Any]]:
-    """The methods of this name that do anything."""
-    return [getattr(one, name) for one in observers if getattr(type(one), name) is not getattr(Observer, name)]
+    def _shown(self, place: Place) -> list[Observer]:
+        return [one for one in self._observers if one.everywhere or place.direction == "forward"]
 
 
 def found_by(observers: Iterable[Observer]) -> list[Finding]:

@@ -43,8 +43,8 @@ class PA103(Check):
         if fact.code == "PA103":
             yield self.finding(
                 "warning",
-                f"the constant {fact.constant:g} is beyond float16, whose largest number is 65504, and becomes infinite "
-                "here: 0 times that is NaN, and so is the softmax of a row that is masked whole",
+                f"the constant {fact.constant:g} is beyond float16, whose largest number is 65504, and becomes "
+                "infinite here: 0 times that is NaN, and so is the softmax of a row that is masked whole",
                 _FIX,
                 **event.where,
                 evidence={"value": fact.constant, "dtype": fact.dtype},

@@ -10,7 +10,6 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
-from ...formats import LOW_DTYPES, format_of, name_of
 from ...modules import CastingModule, is_norm
 from ...policy import Policy, policy
 from ...report import Finding
@@ -42,7 +41,6 @@ class PA111(Check):
             yield from self._cast_by_hand(model, under)
             yield from self._unmastered(model, event.optimizer, under)
         yield from self._statistics(model, under)
-        yield from self._rounded_buffers(model, under)
         yield from self._not_finite(model)
 
     @on(FirstStep)
@@ -72,28 +70,6 @@ class PA111(Check):
             at=at,
             evidence={"parameters": len(names), "first": names[0], "dtype": "fp16", "masters": False},
         )
-
-    def _rounded_buffers(self, model: nn.Module, under: Policy) -> Iterator[Finding]:
-        """Buffers that a policy without regions stores in 16 bits; others keep those that matter."""
-        if under.params not in LOW_DTYPES or under.has_regions:
-            return
-        for path, module in model.named_modules():
-            for name, buffer in module._buffers.items():
-                if buffer is None or buffer.dtype is not torch.float32 or is_norm(module):
-                    continue
-                if kept_full(path, under) or _loses_nothing(buffer, under.params):
-                    continue
-                dtype, exact = name_of(under.params), buffer.detach()
-                off = ((exact.to(under.params).float() - exact).abs() / exact.abs()).nan_to_num(0.0).max().item()
-                angles = f" and up to {off:.1%} off: frequencies and positions turn that into large angles"
-                limit = round(2 / format_of(under.params).epsilon)
-                yield self.finding(
-                    "warning" if off else "info",
-                    f"the buffer {name} will be {dtype}{angles if off else ''}; a count in it would stop at {limit}",
-                    "session = preamp.prepare(model, optimizer, level='O2')  # keeps buffers that would be rounded",
-                    module=path,
-                    evidence={"buffer": name, "dtype": dtype, "relative error": round(off, 5)},
-                )
 
     def _cast_by_hand(self, model: nn.Module, under: Policy) -> Iterator[Finding]:
         """Parameters that are float16 already where the policy stores float32."""
@@ -199,15 +175,3 @@ def _listed(names: Sequence[str]) -> str:
 
 def _spell(path: str) -> str:
     return f"model.get_submodule({path!r})" if path else "model"
-
-
-def _loses_nothing(buffer: Tensor, dtype: torch.dtype) -> bool:
-    """Whether a float32 buffer may be a 16-bit one: no entry is rounded, and it looks like a table, say a mask.
-
-    Frequencies and positions must not be rounded, as errors grow with what they are multiplied by. One whose entries
-    are all alike may be a counter or an average that is yet to begin, and would stop moving in 16 bits.
-    """
-    if buffer.numel() < 2 or buffer.is_meta:
-        return False
-    same = buffer == buffer.to(dtype)
-    return bool((same | buffer.isnan()).all()) and not bool((buffer == buffer.flatten()[0]).all())

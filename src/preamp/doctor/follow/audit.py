@@ -90,6 +90,8 @@ def emit_changes(changes: Changes, run: Run, step: int) -> None:
         event.step = step
         if event.goes_on or event.buffer is not None:  # what a buffer is now was made of what it was
             run.emit(event)
+            if event.counts and event.optimizer is None:
+                run.counters[event.at] = event
 
 
 def _find_owners(event: Absorbed, run: Run) -> None:

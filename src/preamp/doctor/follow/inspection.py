@@ -14,13 +14,14 @@ from torch.utils._python_dispatch import _disable_current_modes
 from ...autocast import MARKER
 from ...tree import tensors
 from ..findings.check import without_repeats
-from ..findings.events import Observed, Prepared, RanInThread
+from ..findings.events import Deviated, Observed, Prepared, RanInThread
 from ..findings.pa202 import row_of
 from ..measure import key_of
 from ..names import unwrapped
 from ..operators import Stream, found_by
 from ..places import Places
 from ..shadow.absorbed import Changes
+from ..shadow.execution import OFF
 from ..shadow.facts import GradientsRead
 from ..shadow.values import gradients_beside
 from .audit import Look, audit, dtypes_of, emit_changes
@@ -234,6 +235,10 @@ class Inspection:
         self._judge()
         self._close_changes()
         self.attempted()
+        with torch.no_grad(), _disable_current_modes():
+            for event in self._run.counters.values():
+                if event.stayed < event.moved and event.stands_still():  # since it was looked at
+                    self._run.emit(replace(event, stayed=event.moved))
 
     def give_up(self) -> None:
         """End the inspection and judge nothing."""
@@ -263,8 +268,11 @@ class Inspection:
         facts = [one for one in seen.facts if one.place.direction == "forward" or one.kind == "made"]
         facts = facts[:FACTS]
         run.recorder.write("shadow", step=run.step, **seen.shadowed.told())
-        trials = run.trials(run.losses, scales.seed) if facts and self._replay else None
+        adds_up = not facts and seen.shadowed.gradients_off >= OFF and not run.bad
+        trials = run.trials(run.losses, scales.seed) if (facts or adds_up) and self._replay else None
         run.tell(facts, trials, bool(scales.sessions))
+        if adds_up and trials is not None and (found := trials.adds_up()) is not None:
+            run.emit(Deviated(*found))
         self.ran_low |= bool(seen.products.low)
         run.emit(Observed(seen.products, seen.modules, seen.handled, scales.scale or 1.0, [*self._prepared()]))
         parameters = seen.parameters or dtypes_of(run.names)

@@ -25,7 +25,7 @@ from ..places import Places, raised_at
 from ..records import NOWHERE, Line, Recorder, shown_path
 from ..replay.tape import Tape
 from ..replay.trials import Trials
-from ..shadow.facts import Fact
+from ..shadow.facts import Absorbed, Fact
 from ..shadow.source import Readings
 
 
@@ -46,6 +46,8 @@ class Run:
         """Attempts to step, taken or skipped, by the optimizer's id."""
         self.losses: list[Tensor] = []
         """What went back in this step."""
+        self.counters: dict[Line, Absorbed] = {}
+        """What counts in 16 bits, by line, as it was seen last."""
         self.backward_at = self.stepped_at = NOWHERE
         self.in_model = self.in_backward = False
         self.bad: str | None = None

@@ -99,6 +99,7 @@ class Scalers:
         original(scaler, *args, **kwargs)
         if scaler.is_enabled() and not isinstance(scaler, SessionScaler):  # whose session updates the scale in its step
             self._scales.scaler_at = users_line()
+            self._scales.scalers += 1
 
     def _scale(self, original: Any, scaler: Any, outputs: Any) -> Any:
         out = original(scaler, outputs)

@@ -27,6 +27,8 @@ BETTER, MUCH_BETTER = 0.5, 0.1
 """What is left of an error after a remedy that helps, at the most; the second of one that is still large."""
 TRIALS = 10
 """Remedies that are tried for one fact."""
+LINES = 4
+"""Lines that are tried where no operator is to blame."""
 
 
 @dataclass(frozen=True)
@@ -54,7 +56,7 @@ class Outcome:
         if not self.finite or (fact.kind == "not finite" and line in self.places):
             return math.inf
         errors = self.shadowed.errors.items()
-        return max((error for place, error in errors if place.at == line), default=0.0)
+        return max((error for place, (error, *_) in errors if place.at == line), default=0.0)
 
     @property
     def places(self) -> set[Line]:
@@ -143,6 +145,24 @@ class Trials:
         if best is None:
             return None, f"{tried} changes of this line and of those before it were tried, and none helps"
         return f"{best[1]}\n# tried: {best[2]}", best[2]
+
+    def adds_up(self) -> tuple[Fact, str, str] | None:
+        """Where the gradients are off and no operator is: the line that rids them of it, what to write, what happened.
+
+        Those whose results are off most are tried. None where no line is enough.
+        """
+        plain = self.plain
+        worst = [] if plain is None else sorted(plain.shadowed.errors.items(), key=lambda one: -one[1][0])
+        lines = {place.at: (place, *each) for place, each in reversed(worst) if place.direction == "forward"}
+        for line, (place, error, op, dtype) in list(reversed(lines.items()))[:LINES]:
+            remedy = Remedy((line,))
+            text = remedy.text(self._device, self._tape.readings)
+            outcome = None if text is None else self.again(remedy)
+            if plain is not None and text is not None and outcome is not None and outcome.error < OFF / 2:
+                fact = Fact("added up", op, place, dtype, (), plain.error, error)
+                told = f"gradient {outcome.gradient:.3g}, its error {plain.error:.2g} -> {outcome.error:.2g}"
+                return fact, f"{text}\n# tried: {told}", told
+        return None
 
     def _helps(self, outcome: Outcome, fact: Fact) -> bool:
         plain, line = self.plain, fact.place.at

@@ -74,7 +74,8 @@ class Shadowed(Observer):
         readings: Readings | None = None,
     ) -> None:
         super().__init__()
-        self._found, self.shadows = found, Shadows(limit)
+        self.readings = Readings() if readings is None else readings
+        self._found, self.shadows = found, Shadows(limit, self.readings.casts)
         self.skipped: Counter[str] = Counter()
         """Operators that could not run on shadows, and how often."""
         self.operators = 0
@@ -90,9 +91,10 @@ class Shadowed(Observer):
         """What made numbers that the script read, and that are not finite."""
         self.broke: list[tuple[Place, Fact]] = []
         """Where something not finite came of finite numbers, and the fact behind it."""
-        self.errors: dict[Place, float] = {}
-        """The largest relative error of what was computed in a place."""
-        self.readings = Readings() if readings is None else readings
+        self.errors: dict[Place, tuple[float, str, str]] = {}
+        """The largest relative error of what was computed in a place, by which operator, and in which dtype."""
+        self.gradients_off = 0.0
+        """Relative error of all gradients together, where no operator is to blame."""
         self.constants: dict[Line, list[float]] = {}
         """Numbers that operators of a line were given."""
         self._small: set[Fact] = set()
@@ -197,7 +199,9 @@ class Shadowed(Observer):
         error, key = self._off_by(call, out, exact), key_of(out)
         written = {id(t) for t in call.written}
         read = [t for t in call.inputs if has_shadow(t) and id(t) not in written]
-        self.errors[call.place] = max(error, self.errors.get(call.place, 0.0))
+        self.errors[call.place] = max(
+            (error, call.base, name_of(out.dtype)), self.errors.get(call.place, (0.0, "", ""))
+        )
         if (constant := _misfit(call, out, exact)) is not None:
             kind: Kind = "lost" if abs(constant) < 1 else "not finite"
             self._report(replace(self._fact(kind, call, out, error, 0.0, read), constant=constant), call)
@@ -263,6 +267,7 @@ class Shadowed(Observer):
             cause = self.causes.get(key_of(gradient))
             if cause is not None:
                 share[cause] += wrong
+        self.gradients_off = math.sqrt(off / size) if size else 0.0
         for cause, wrong in share.items() if off >= OFF**2 * size else ():
             if cause in self._small and wrong >= off / 2:
                 self._report(cause, None)

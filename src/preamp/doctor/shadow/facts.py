@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:  # a report is made by a process that needs no torch
 
     from ..places import Place
 
-Kind = Literal["made", "lost", "decided", "not finite", "absorbed"]
+Kind = Literal["made", "lost", "decided", "not finite", "added up"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,9 +29,9 @@ class Fact:
     dtype: str
     shape: tuple[int, ...]
     error: float
-    """Relative error of the result; for "decided", "lost" and "absorbed" the share of entries."""
+    """Relative error of the result; of "decided" and "lost" the share of entries, of "added up" gradients' error."""
     inputs: float
-    """Largest relative error of the inputs."""
+    """Largest relative error of the inputs; of "added up" that of the results."""
     largest: float = 0.0
     """Largest magnitude among the inputs."""
     hidden_by: str | None = None
@@ -112,6 +112,8 @@ class Absorbed:
     """How many times in a row, up to the last, nothing moved that would have moved in float32."""
     by: float | None = None
     """A constant that was added, or multiplied by."""
+    last: Callable[[], Tensor | None] = lambda: None
+    """The tensor that it changed last, if it is alive."""
     storages: dict[int, tuple[int, int]] = field(default_factory=dict)
     """Those of the tensors that it changed, as `places.key_of` gives them, each with its two counts."""
     error: float = 0.0
@@ -134,6 +136,11 @@ class Absorbed:
             self.in_vain = self.in_vain + 1 if stayed == moved else 0
         before = self.storages.get(storage, (0, 0))
         self.storages[storage] = before[0] + moved, before[1] + stayed
+
+    def stands_still(self) -> bool:
+        """Whether the last tensor, as it is now, would stay what it is."""
+        tensor = self.last()
+        return tensor is not None and self.by is not None and bool((tensor + self.by == tensor).all())
 
     @property
     def counts(self) -> bool:

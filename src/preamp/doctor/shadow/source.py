@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from ...formats import LOW_DTYPES
 from ..records import Line
@@ -139,6 +140,11 @@ class Reading(NamedTuple):
 
 class Readings(dict[Line, Reading]):
     """What the statement at a line reads, of lines that were seen to run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.casts: Any = WeakTensorKeyDictionary()
+        """Small 16-bit tensors of before the first step, each with its version and what it was cast from."""
 
     def note(self, line: Line) -> None:
         """Remember what the statement at this line reads, if it runs now."""

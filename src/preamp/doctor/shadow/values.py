@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Container, Iterable
+from collections.abc import Container, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -40,10 +40,11 @@ class Shadows:
 
     `limit`: bytes that all shadows may take; None for half of what the device has left when the first one is made.
     Beyond it they are let go where another module begins: then errors are followed through a module at a time.
+    `casts`: tensors that have no shadow yet, each with its version and what it was cast from.
     """
 
-    def __init__(self, limit: float | None = None) -> None:
-        self._limit = limit
+    def __init__(self, limit: float | None, casts: Mapping[Tensor, tuple[int, Tensor]]) -> None:
+        self._limit, self._casts = limit, casts
         self._of: dict[int, tuple[torch.dtype, Tensor, StorageWeakRef]] = {}
         self._bytes = 0
         self._sweep_at = 256
@@ -67,14 +68,16 @@ class Shadows:
         return (tensor.detach() if found is None else found).to(torch.float32)
 
     def of(self, tensor: Tensor) -> Tensor:
-        """The shadow of a tensor, of its shape. A new one begins with the tensor's own values."""
+        """The shadow of a tensor, of its shape. A new one begins with its own values, or what it was cast from."""
         found = self.find(tensor)
         if found is not None:
             return found
         flat = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
         flat = flat.set_(tensor.untyped_storage(), 0, (_size(tensor),), (1,)).to(WIDE, copy=True)
         self._keep(tensor, flat)
-        return flat.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
+        made = flat.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
+        version, exact = self._casts.get(tensor, (None, tensor))
+        return made.copy_(exact) if version is not None and version == tensor._version else made
 
     def _keep(self, tensor: Tensor, flat: Tensor) -> None:
         if self._limit is None:
