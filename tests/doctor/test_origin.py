@@ -13,7 +13,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from preamp.doctor import Origin, find_origin
+from preamp.doctor.findings.pa201 import Origin
+
+from ._origin import find_origin
 
 
 class Act(nn.Module):

@@ -4,7 +4,6 @@ report = preamp.doctor.examine(model, optimizer, "O2", example=(x,))      # befo
 with preamp.doctor.watch(session, every=50) as w:                         # while it trains
     ...
 w.report()
-origin = preamp.doctor.find_origin(forward, models=model)                 # who made the first inf or nan
 """
 
 from importlib import import_module as _import_module
@@ -12,27 +11,21 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from .command.watching import Watching, watch
-    from .findings.pa201 import Origin
     from .lint import examine
     from .records import JsonLines, Sink
-    from .replay.origin import find_origin
 
 __all__ = [
     "JsonLines",
-    "Origin",
     "Sink",
     "Watching",
     "examine",
-    "find_origin",
     "watch",
 ]
 
 _HOMES = {
     "command.watching": ("Watching", "watch"),
-    "findings.pa201": ("Origin",),
     "lint": ("examine",),
     "records": ("JsonLines", "Sink"),
-    "replay.origin": ("find_origin",),
 }
 
 

@@ -44,7 +44,6 @@ def examine(
     policy: Policy | str | Mapping[str, Any] = "auto",
     *,
     example: Any = None,
-    loss: Any = None,
 ) -> Report:
     """Findings about a model, its optimizer and a policy, before the first step.
 
@@ -52,7 +51,6 @@ def examine(
     the model's device. `example`: inputs of one forward pass, as a tuple for positional or a mapping for keyword
     arguments, in the dtypes in which the training loop gives them; a tensor stands for a tuple of one. With it, the
     model runs once, on a copy, under the policy, and its operators are judged; without it, what the model holds.
-    `loss`: the loss module or function; it is not called.
 
     The report's `findings` are PA101 to PA105, PA109, PA111, and PA201 or PA207 if the example's output has NaN or inf,
     most harmful first; a healthy model has no error and no warning. Nothing is changed: parameters, buffers, gradients,
@@ -63,30 +61,27 @@ def examine(
     >>> report.findings
     ()
     """
-    _check_kinds(model, optimizer, loss)
+    _check_kinds(model, optimizer)
     inputs = _inputs(example)
     if isinstance(policy, str) and policy.strip().lower() == "auto":
         policy = auto_level(_device_type_of(model, inputs))[0]
     chosen = make_policy(policy)
     found: list[Finding] = []
-    products, out_dtype, ended = None, None, None
+    products, ended = None, None
     if inputs is not None:
         products = Products()
-        out, found, ended = _observe(model, chosen, inputs, products)
-        out_dtype = next((t.dtype for t in tensors(out) if t.is_floating_point()), None)
+        found, ended = _observe(model, chosen, inputs, products)
         products = products if ended is None else None
-    Listeners(checks(), found.append)(Examined(model, optimizer, chosen, loss, products, out_dtype))
+    Listeners(checks(), found.append)(Examined(model, optimizer, chosen, products))
     findings = without_repeats(replace(one, file=shown_path(one.file, Path.cwd())) for one in found)
     return _report(model, chosen, findings, products, ended)
 
 
-def _check_kinds(model: Any, optimizer: Any, loss: Any) -> None:
+def _check_kinds(model: Any, optimizer: Any) -> None:
     if not isinstance(model, nn.Module):
         raise SessionError(f"examine() takes a torch.nn.Module; got {kind_of(model)}")
     if optimizer is not None and not isinstance(optimizer, Optimizer):
         raise SessionError(f"optimizer= is a torch.optim.Optimizer or None; got {kind_of(optimizer)}")
-    if loss is not None and not callable(loss):
-        raise SessionError(f"loss= is the loss module or function, which is not called; got {kind_of(loss)}")
 
 
 def _inputs(example: Any) -> Any:
@@ -149,8 +144,8 @@ def _verdict(findings: tuple[Finding, ...], name: str) -> str:
 
 def _observe(
     model: nn.Module, policy: Policy, example: Any, products: Products
-) -> tuple[Any, list[Finding], Exception | None]:
-    """Run `example` once through a copy of the model under the policy; its output, what observers found, and its error.
+) -> tuple[list[Finding], Exception | None]:
+    """Run `example` once through a copy of the model under the policy; what observers found, and its error.
 
     The model is not touched: the run is on a deep copy, with cloned inputs; random generators and the rules in torch's
     dispatcher are put back. Hooks of the model run on the copy. Raises `SessionError` if the copy cannot be made or
@@ -196,7 +191,7 @@ def _observe(
                 f"the example did not run through the model under {policy.level or policy}{inside}: "
                 f"{type(ended).__name__}: {ended}"
             ) from ended
-    return out, found, ended
+    return found, ended
 
 
 def _is_refusal(found: list[Finding]) -> bool:

@@ -14,16 +14,11 @@ from .exponents import Exponents
 
 _WHOLE = 1 << 15
 """Numbers up to which all of a tensor are counted."""
-_STEPS = (3, 5, 7, 11, 13, 17, 19, 23, 29, 31, 61, 127, 251, 509, 1021, 2039, 4093, 8191, 16381, 32749, 65521)
-"""Primes: a step that divides no dimension but the first comes by every column and every channel."""
 _READ = frozenset({torch.float32, torch.float16, torch.bfloat16})
 
 
 def all_finite(gradients: Iterable[Tensor]) -> bool:
     """Whether all are finite: of any dtypes and layouts, on any devices; True for none. A host sync."""
-    gradients = list(gradients)
-    if _surely(gradients):
-        return True
     by_kind: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
     for gradient in gradients:
         values = values_here(gradient)
@@ -38,16 +33,6 @@ def values_here(tensor: Tensor) -> Tensor:
     """
     tensor = held_here(tensor)
     return tensor._values() if tensor.layout is torch.sparse_coo else tensor
-
-
-def _surely(gradients: list[Tensor]) -> bool:
-    """Whether one norm proves it: a finite one does, an infinite one may be that of large finite numbers."""
-    for gradient in gradients:
-        if gradient.__class__ is not Tensor or gradient.layout is not torch.strided or not gradient.is_cpu:
-            return False
-    if len({gradient.dtype for gradient in gradients}) != 1:
-        return not gradients
-    return math.isfinite(torch.stack(torch._foreach_norm(gradients)).sum().item())
 
 
 def spread_of(tensor: Tensor) -> Exponents:
@@ -70,12 +55,14 @@ def spread_of(tensor: Tensor) -> Exponents:
 
 
 def sampling_step(shape: Sequence[int]) -> int:
-    """How many numbers of a tensor one that is counted stands for."""
-    count = math.prod(shape)
-    if count <= _WHOLE:
-        return 1
-    fit = [step for step in _STEPS if all(size % step for size in shape[1:])]
-    return next((step for step in fit if count <= step * _WHOLE), fit[-1] if fit else 1)
+    """How many numbers of a tensor one that is counted stands for.
+
+    It has no divisor in common with any dimension but the first, and so comes by every column and every channel.
+    """
+    step = max(1, -(-math.prod(shape) // _WHOLE))
+    while any(math.gcd(step, size) > 1 for size in shape[1:]):
+        step += 1
+    return step
 
 
 def _extremes(flat: Tensor) -> tuple[float, int]:

@@ -25,10 +25,7 @@ class Examined(NamedTuple):
     model: nn.Module
     optimizer: Optimizer | None
     policy: Policy
-    loss: Any
     products: Products | None
-    out_dtype: torch.dtype | None
-    """Of the model's output."""
 
 
 class FirstStep(NamedTuple):

@@ -13,7 +13,7 @@ from ..operators import Product
 from ..records import NOWHERE, Line
 from .check import Check, on
 from .events import Examined, Observed, Prepared, RanInThread, RegionMade
-from .pa103 import kept_full
+from .pa111 import kept_full
 
 _REMEMBERED = 20
 _REGION = "with torch.autocast(x.device.type, dtype=torch.bfloat16): ..."

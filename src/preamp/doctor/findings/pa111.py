@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Sequence
 
 import torch
@@ -17,7 +18,6 @@ from ...report.finding import Severity
 from ..records import NOWHERE, Line
 from .check import Check, on
 from .events import Examined, FirstStep, WithoutMasters
-from .pa103 import kept_full
 
 
 class PA111(Check):
@@ -175,3 +175,13 @@ def _listed(names: Sequence[str]) -> str:
 
 def _spell(path: str) -> str:
     return f"model.get_submodule({path!r})" if path else "model"
+
+
+def kept_full(path: str, policy: Policy) -> bool:
+    """Whether a rule of the policy keeps a module, or one around it, in float32."""
+    parents = [path]
+    while parents[-1]:
+        parents.append(parents[-1].rpartition(".")[0])
+    return any(
+        precision == "full" and re.fullmatch(pattern, each) for pattern, precision in policy.modules for each in parents
+    )

@@ -169,7 +169,8 @@ class PA201(Check):
             "error",
             f"the {'loss was' if is_loss else 'gradients were'} not finite and the step was taken; it could not be "
             "done again, so its origin is not known",
-            "origin = preamp.doctor.find_origin(lambda: loss_fn(model(x), y), models=model)  # where it can be called",
+            "with torch.autograd.detect_anomaly():  # names the backward operator that makes the first NaN\n"
+            "    loss.backward()",
             at=tuple(first["at"]),
             step=first["step"],
             direction="forward" if is_loss else "backward",

@@ -8,8 +8,7 @@ softmax removes again does no harm.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
-from contextlib import ExitStack
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -19,12 +18,9 @@ from torch import Tensor, nn
 from ...formats import name_of
 from ...tree import tensors
 from ..findings.pa201 import Operand, Origin
-from ..hooks import Clock
 from ..measure import key_of, storage_bytes
-from ..names import Models, names_of
-from ..operators import Call, Observer, Stream
-from ..places import UNINITIALISED, Places
-from .restore import eager, put_back_leaves, untouched
+from ..operators import Call, Observer
+from ..places import UNINITIALISED
 
 _CARRIERS = 20
 
@@ -183,38 +179,6 @@ class Trails(Observer):
         return _Trail(origin, self._count, **facts)
 
 
-def find_origin(
-    run: Callable[[], Any], *, models: Models, backward: Callable[[Tensor], None] | None = None
-) -> Origin | None:
-    """The first operator of a step that makes a non-finite value out of finite ones, or None for a healthy step.
-
-    `run` does the forward pass and returns the loss: a tensor, or several in a list or a mapping, or None when it
-    has done its own backward. Backward follows for each loss (together, when several), or `backward(loss)`, for
-    instance to scale it; it is left out when the loss is already sick. Gradients, buffers, training flags, random
-    states and autocast's caches are afterwards as before, bit for bit; plain attributes of modules, and what the user's
-    own hooks step, are not put back. Compiled models run eagerly. What `run` or `backward` raises is raised, after
-    everything is put back.
-    """
-    names, trails = names_of(models), Trails()
-    places = Places(names.known, names.owners, find_origin.__code__)
-    modules = dict(names.items())
-    trails.begin(modules)
-    stream = Stream(lambda: places, Clock())
-    with ExitStack() as stack:
-        stack.enter_context(untouched(list(modules.values())))
-        stack.callback(put_back_leaves, trails.leaves)
-        stack.enter_context(torch.autograd.set_multithreading_enabled(False))  # the mode lives on this thread
-        stack.enter_context(eager())
-        with stream.shown_to(trails):
-            losses = list(tensors(run()))
-            with stream.paused():
-                found = trails.origin_of(losses)
-            if found is None:
-                _go_back([loss for loss in losses if loss.requires_grad], backward)
-        parameters = (p for module in modules.values() for p in module._parameters.values())
-        return found or trails.origin_of(p.grad for p in parameters if p is not None and p.grad is not None)
-
-
 def _readable(tensor: Tensor) -> Tensor | None:
     """`tensor` in a form that can be counted, None when it has no floating values."""
     if not (tensor.is_floating_point() or tensor.is_complex()) or tensor.layout is not torch.strided:
@@ -249,12 +213,3 @@ def _operand_of(tensor: Tensor) -> Operand:
     fine = values[values.isfinite()]
     low, high = (fine.min().item(), fine.max().item()) if fine.numel() else (None, None)
     return Operand(name, shape, low, high, int(values.isinf().sum()), int(values.isnan().sum()))
-
-
-def _go_back(losses: list[Tensor], backward: Callable[[Tensor], None] | None) -> None:
-    """Backward from all losses together, or by the caller's own function from each."""
-    if backward is not None:
-        for loss in losses:
-            backward(loss)
-    elif losses:
-        torch.autograd.backward(losses)

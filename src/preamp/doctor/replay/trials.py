@@ -19,6 +19,7 @@ from ..records import Line
 from ..shadow.execution import OFF, Shadowed
 from ..shadow.facts import Fact
 from ..shadow.remedies import Remedy, candidates
+from ..shadow.values import relative_error
 from .origin import Trails
 from .restore import put_back_leaves
 from .tape import Tape
@@ -198,15 +199,9 @@ def _judged(
     with torch.no_grad():
         finite = not raised and all(bool(t.isfinite().all()) for t in (*losses, *grads))
         finite = finite and (bool(losses) or not shadowed.broke)  # an evaluation
-        off, size, meant = 0.0, 0.0, not raised
-        for tensor in (*losses, *grads):
-            shadow = shadowed.shadows.find(tensor)
-            meant = meant and (shadow is None or bool(shadow.to(torch.float32).isfinite().all()))
-        for tensor in grads or losses:
-            shadow = shadowed.shadows.find(tensor)
-            if shadow is not None and bool(shadow.isfinite().all()):
-                off += float((tensor.detach().double() - shadow).square().sum())
-                size += float(shadow.square().sum())
+        shadows = [(t, shadow) for t in (*losses, *grads) if (shadow := shadowed.shadows.find(t)) is not None]
+        meant = not raised and all(bool(shadow.to(torch.float32).isfinite().all()) for _, shadow in shadows)
         gradient = math.sqrt(sum(float(g.detach().double().square().sum()) for g in grads)) if finite else math.inf
-        error = math.sqrt(off / size) if finite and size else (0.0 if finite else math.inf)
+        error = shadowed.gradients_off if grads else max((relative_error(*pair) for pair in shadows), default=0.0)
+        error = error if finite else math.inf
     return Outcome(finite, raised, meant, origin, gradient, error, shadowed, facts)
