@@ -70,11 +70,6 @@ class Call:
         ]
         return [float(each) for each in scalars if type(each) in (int, float)]
 
-    @property
-    def where(self) -> dict[str, Any]:
-        """The place, as fields of a finding."""
-        return {"module": self.module, "op": self.base, "direction": "forward", "at": self.at}
-
 
 @cache
 def base_of(func: Any) -> str:
@@ -88,9 +83,6 @@ class Observer:
 
     everywhere: ClassVar[bool] = False
     """Whether it is shown the backward pass, too, and what an optimizer does."""
-
-    def __init__(self) -> None:
-        self.findings: list[Finding] = []
 
     def begin(self, modules: Mapping[str, nn.Module]) -> None:
         """Before the first call: all modules by path."""
@@ -111,8 +103,9 @@ class Observer:
     def failed(self, error: Exception) -> None:
         """In place of `after`: the operator has raised this."""
 
-    def end(self) -> None:
-        """After the last call: what is found only then joins `findings`."""
+    def found(self) -> list[Finding]:
+        """After the last call: what it has found."""
+        return []
 
 
 class Stream(TorchDispatchMode):
@@ -230,10 +223,7 @@ class Stream(TorchDispatchMode):
 
 def found_by(observers: Iterable[Observer]) -> list[Finding]:
     """What observers found, once nothing more comes."""
-    observers = list(observers)
-    for observer in observers:
-        observer.end()
-    return [finding for observer in observers for finding in observer.findings]
+    return [finding for observer in observers for finding in observer.found()]
 
 
 @dataclass(slots=True)
@@ -252,7 +242,6 @@ class Products(Observer):
     """Counts the FLOPs of matrix products and convolutions, 2 for each multiplication and addition."""
 
     def __init__(self) -> None:
-        super().__init__()
         self._by_kind: dict[Any, Product] = {}
 
     def after(self, call: Call) -> None:

@@ -169,6 +169,10 @@ class Place:
         """File and line."""
         return self.file, self.line
 
+    def where(self, op: str) -> dict[str, Any]:
+        """The place of an operator, as fields of a finding."""
+        return {"module": self.module, "op": op, "direction": self.direction, "at": self.at}
+
 
 class Places:
     """Follows modules by hooks and autograd nodes by sequence number, so that any operator has a place.

@@ -168,8 +168,7 @@ class Deviated(NamedTuple):
     @property
     def where(self) -> dict[str, Any]:
         """The place, as fields of a finding."""
-        place = self.fact.place
-        return {"module": place.module, "op": self.fact.name, "direction": place.direction, "at": place.at}
+        return self.fact.place.where(self.fact.name)
 
     @property
     def evidence(self) -> dict[str, Any]:

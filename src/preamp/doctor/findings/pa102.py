@@ -35,7 +35,7 @@ class Sigmoids(Observer):
     """As it happens: a 16-bit sigmoid whose logarithm is taken, or a 16-bit binary cross entropy."""
 
     def __init__(self) -> None:
-        super().__init__()
+        self._found: list[Finding] = []
         self._rounded: Any = WeakTensorKeyDictionary()
 
     def after(self, call: Call) -> None:
@@ -50,9 +50,13 @@ class Sigmoids(Observer):
         if dtype is None:
             return
         if base in ("log", "log2", "log10", "binary_cross_entropy"):
-            self.findings.append(_saturating(dtype, call))
+            self._found.append(_saturating(dtype, call))
         elif gives and (base in _CARRIES or (base in ("add", "sub") and len(call.inputs) == 1)):
             self._rounded[out] = dtype
+
+    def found(self) -> list[Finding]:
+        """Each logarithm."""
+        return self._found
 
 
 def _saturating(dtype: torch.dtype, call: Call) -> Finding:
@@ -65,6 +69,6 @@ def _saturating(dtype: torch.dtype, call: Call) -> Finding:
         f"a sigmoid in {kind} is exactly 1 for logits above {top:.1f} and 0 below {bottom:.1f}: its logarithm, or that "
         "of 1 minus it, is -inf there",
         _WITH_LOGITS,
-        **{**call.where, "op": f"sigmoid, {call.base}"},
+        **call.place.where(f"sigmoid, {call.base}"),
         evidence={"dtype": kind, "saturates at logit": round(top, 1)},
     )

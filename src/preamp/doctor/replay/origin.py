@@ -56,7 +56,6 @@ class Trails(Observer):
     everywhere = True
 
     def __init__(self) -> None:
-        super().__init__()
         self._sources: dict[int, str] = {}
         """Parameters and buffers by storage."""
         self._trails: dict[int, _Trail] = {}

@@ -55,7 +55,6 @@ class Tape(Observer):
     def __init__(
         self, stream: Stream, readings: Readings, raised: Callable[[Exception], None] = lambda _: None
     ) -> None:
-        super().__init__()
         self._stream, self.readings, self._raised = stream, readings, raised
         self._entries: list[ModelCall | Op | RandomState | KeptTensor] = []
         self._known: dict[Key, StorageWeakRef | None] = {}

@@ -36,7 +36,6 @@ class Changes(Observer):
     everywhere = True
 
     def __init__(self) -> None:
-        super().__init__()
         self._lines: dict[Any, Absorbed] = {}
         self._kept: list[tuple[Tensor, Tensor, Tensor]] | None = None
         self._sums: dict[int, tuple[Tensor, Tensor]] = {}

@@ -73,7 +73,6 @@ class Shadowed(Observer):
         limit: float | None = None,
         readings: Readings | None = None,
     ) -> None:
-        super().__init__()
         self.readings = Readings() if readings is None else readings
         self._found, self.shadows = found, Shadows(limit, self.readings.casts)
         self.skipped: Counter[str] = Counter()
