@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from preamp.doctor.exponents import Exponents, together
-from preamp.doctor.findings.pa202 import FLUSHED, scale_window
+from preamp.doctor.findings.pa202 import scale_window
 from preamp.doctor.measure import sampling_step, spread_of
 from preamp.formats import BF16, FP8_E4M3, FP16
 
@@ -120,20 +120,17 @@ def test_an_empty_tensor_and_one_without_order() -> None:
 def test_the_window_of_scales_does_what_it_says() -> None:
     torch.manual_seed(0)
     grads = torch.randn(200_000) * 1e-6
-    window = scale_window(spread_of(grads * 1024).times(1 / 1024), FLUSHED)
-    assert window is not None
-    low, top = window
+    low, top = scale_window(spread_of(grads * 1024).times(1 / 1024))
     assert low < top
     for power in (low, top):
         there = (grads * 2.0**power).half()
         assert bool(there.isfinite().all())
-        assert float((there == 0).float().mean()) <= 1.1e-3
-    assert float(((grads * 2.0 ** (low - 1)).half() == 0).float().mean()) > 1e-3
+        assert float((there == 0).float().mean()) <= 1.1e-2
+    assert float(((grads * 2.0 ** (low - 1)).half() == 0).float().mean()) > 1e-2
     assert not bool((grads * 2.0 ** (top + 3)).half().isfinite().all())
-    assert scale_window(Exponents(0, ())) is None
 
 
 def test_a_spread_that_no_scale_covers() -> None:
     grads = torch.cat([torch.full((1000,), 1e-12), torch.full((1000,), 1e3)])
-    low, top = scale_window(spread_of(grads)) or (0, 0)
+    low, top = scale_window(spread_of(grads))
     assert low > top

@@ -12,9 +12,8 @@ from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from ...modules import CastingModule, is_norm
-from ...policy import Policy, policy
+from ...policy import Policy
 from ...report import Finding
-from ...report.finding import Severity
 from ..records import NOWHERE, Line
 from .check import Check, on
 from .events import Examined, FirstStep, WithoutMasters
@@ -40,14 +39,13 @@ class PA111(Check):
         if not (prepared and under.masters):
             yield from self._cast_by_hand(model, under)
             yield from self._unmastered(model, event.optimizer, under)
-        yield from self._statistics(model, under)
-        yield from self._not_finite(model)
+        yield from (*self._statistics(model), *self._not_finite(model))
 
     @on(FirstStep)
     def first_step(self, event: FirstStep) -> Iterator[Finding]:
         """The same of models whose policy is not known."""
         for model in event.names.models.values():
-            yield from (*self._statistics(model, policy("O0")), *self._not_finite(model))
+            yield from (*self._statistics(model), *self._not_finite(model))
 
     @on(WithoutMasters)
     def without_masters(self, event: WithoutMasters) -> Iterator[Finding]:
@@ -107,10 +105,9 @@ class PA111(Check):
             kind = None if optimizer is None else type(optimizer).__name__
             yield self._steps_halves(names, kind, names[0].rpartition(".")[0])
 
-    def _statistics(self, model: nn.Module, under: Policy) -> Iterator[Finding]:
+    def _statistics(self, model: nn.Module) -> Iterator[Finding]:
         """Running statistics of norm layers that are not finite, or float16."""
-        already: list[str] = []
-        later: list[str] = []
+        low: list[str] = []
         for path, module in model.named_modules():
             if not isinstance(module, _NormBase):
                 continue
@@ -126,25 +123,18 @@ class PA111(Check):
                     evidence=broken,
                 )
             if any(t.dtype is torch.float16 for t in held.values()):
-                already.append(path)
-            elif held and under.params is under.norms is torch.float16 and not kept_full(path, under):
-                later.append(path)
-        if already:
-            yield self._low_statistics(already, "are", "error")
-        if later:
-            yield self._low_statistics(later, "will be", "warning")
-
-    def _low_statistics(self, paths: Sequence[str], verb: str, severity: Severity) -> Finding:
-        first = paths[0] or "the model"
-        layers = first if len(paths) == 1 else f"{first} and {len(paths) - 1} more layers"
-        return self.finding(
-            severity,
-            f"the running statistics of {layers} {verb} float16: a variance above 65504 is infinite, and small changes "
-            "of an average are rounded away",
-            f"{_spell(paths[0])}.float()  # each of them; under a policy: norms=fp32",
-            module=paths[0],
-            evidence={"layers": len(paths), "first": paths[0], "dtype": "fp16"},
-        )
+                low.append(path)
+        if low:
+            first = low[0] or "the model"
+            layers = first if len(low) == 1 else f"{first} and {len(low) - 1} more layers"
+            yield self.finding(
+                "error",
+                f"the running statistics of {layers} are float16: a variance above 65504 is infinite, and small "
+                "changes of an average are rounded away",
+                f"{_spell(low[0])}.float()  # each of them; under a policy: norms=fp32",
+                module=low[0],
+                evidence={"layers": len(low), "first": low[0], "dtype": "fp16"},
+            )
 
     def _not_finite(self, model: nn.Module) -> Iterator[Finding]:
         """Parameters that are not finite."""

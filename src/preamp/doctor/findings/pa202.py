@@ -17,24 +17,22 @@ LOST = 0.25
 OFF, SOME, HELD = 0.1, 0.01, 2.0**-10
 """Relative error from which it is reported with less lost than that, and the least. A scaled gradient whose largest
 value is beyond the third is held by float16, and off for another reason."""
-FLUSHED = 1e-3
-"""Share of all gradients that a good loss scale may flush; of those of one weight ten times that."""
+FLUSHED = 1e-2
+"""Share of the gradients that a good loss scale may flush."""
 SPARE_BITS = 2
 """Powers of two that a good loss scale leaves above the largest gradient."""
 _USUAL = 16
 """Exponent of the scale at which torch's scaler begins."""
 
 
-def scale_window(gradients: Exponents, flushed: float = 10 * FLUSHED) -> tuple[int, int] | None:
-    """Exponents of the smallest and the largest good loss scale for float16; None without gradients.
+def scale_window(gradients: Exponents) -> tuple[int, int]:
+    """Exponents of the smallest and the largest good loss scale for float16; of some gradients that are not zero.
 
-    The smallest flushes at most the share `flushed` of those that are not zero; the largest leaves `SPARE_BITS` above
+    The smallest flushes at most the share `FLUSHED` of those that are not zero; the largest leaves `SPARE_BITS` above
     the largest gradient. The first is beyond the second where no scale does both.
     """
-    if not gradients.largest:
-        return None
     top = math.floor(math.log2(FP16.max / gradients.largest)) - SPARE_BITS
-    return next((p for p in range(-24, 150) if gradients.times(2.0**p).flushed(FP16) <= flushed), 150), top
+    return next((p for p in range(-24, 150) if gradients.times(2.0**p).flushed(FP16) <= FLUSHED), 150), top
 
 
 class PA202(Check):
@@ -51,7 +49,8 @@ class PA202(Check):
             if (row.lost >= LOST or off) and not (row.is_vector and row.module in with_matrix):
                 worst.setdefault(row.module, row)
         for row in worst.values():
-            low, top = _window(row)
+            low, top = scale_window(row.spread)
+            low = min(low, top)
             yield self.finding(
                 "warning",
                 f"{row.lost:.0%} of the gradients of {row.name} that are not zero in float32 were flushed to zero by "
@@ -69,12 +68,7 @@ class PA202(Check):
             )
 
 
-def _window(row: GradientSpread) -> tuple[int, int]:
-    low, top = scale_window(row.spread) or (0, 0)
-    return min(low, top), top
-
-
 def row_of(one: GradientSpread) -> dict[str, Any]:
     """A gradient against that in float32, for the record."""
     facts = {"module": one.module, "name": one.name, "lost": one.lost, "without_scale": one.spread.flushed(FP16)}
-    return {**facts, "relative": one.relative, "window": _window(one), "is_vector": one.is_vector}
+    return {**facts, "relative": one.relative, "is_vector": one.is_vector}

@@ -137,16 +137,11 @@ def _size(tensor: Tensor) -> int:
 def relative_error(value: Tensor, shadow: Tensor) -> float:
     """||value - shadow|| / ||shadow||, L2; infinite where the value is not finite and the shadow is.
 
-    0 for what has no numbers, or where the shadow itself is not finite. In float32 where that holds the squares.
+    0 for what has no numbers, or where the shadow itself is not finite.
     """
     if not value.numel():
         return 0.0
     value = value.detach()
-    if value.dtype in SHADOWED:
-        exact = shadow.to(torch.float32, copy=True)
-        size, off = float(torch.linalg.vector_norm(exact)), float(torch.linalg.vector_norm(exact.sub_(value)))
-        if _SQUARES[0] < size < _SQUARES[1] and math.isfinite(off):
-            return off / size
     size = float(torch.linalg.vector_norm(shadow))
     if not math.isfinite(size):
         return 0.0
@@ -154,10 +149,6 @@ def relative_error(value: Tensor, shadow: Tensor) -> float:
     if math.isnan(off):
         return math.inf
     return off / size if size else (0.0 if off == 0 else math.inf)
-
-
-_SQUARES = 1e-12, 1e15
-"""Norms between which float32 holds the squares of all numbers that make them up."""
 
 
 def share_differing(value: Tensor, shadow: Tensor) -> float:

@@ -20,8 +20,7 @@ from ...report import (
     Span,
     exponent_spans,
 )
-from ..exponents import GRADIENTS, KINDS, Row, rows_of, together
-from ..findings.pa202 import FLUSHED, scale_window
+from ..exponents import KINDS, Row, rows_of, together
 from ..records import Rank
 
 ROWS = 40
@@ -84,10 +83,8 @@ def spread(samples: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     ]
 
 
-def magnitudes(
-    samples: Sequence[Mapping[str, Any]], has_fp16: bool, measured: Mapping[str, Any] | None = None
-) -> Section | None:
-    """Heat maps over modules, histograms over all, and the window of good loss scales."""
+def magnitudes(samples: Sequence[Mapping[str, Any]], has_fp16: bool) -> Section | None:
+    """Heat maps over modules, and histograms over all."""
     if not samples:
         return None
     by_step = {one["step"]: rows_of(one) for one in samples}
@@ -96,7 +93,14 @@ def magnitudes(
         return None
     last = max(by_step)
     items: list[Item] = [_below(rows, has_fp16), _headroom(rows), _histogram(by_step[last], last)]
-    return Section("Magnitudes by layer", "\n\n".join(_words(rows, by_step, has_fp16, measured)), items)
+    text = (
+        f"Seen in {len(by_step)} step{'s' if len(by_step) > 1 else ''} ({min(by_step)} to {last}). float16 holds "
+        "magnitudes from 6.1e-5 to 65504 in full; below that it loses bits, and below 3e-8 it is zero. Gradients are "
+        "judged with the loss scale that was on them."
+    )
+    if not has_fp16:
+        text += " Nothing here ran in float16: this is what it would meet."
+    return Section("Magnitudes by layer", text, items)
 
 
 def ran_fp16(rank: Rank) -> bool:
@@ -108,37 +112,6 @@ def heat_maps(rank: Rank, most: int = FIRST) -> tuple[HeatMap, HeatMap] | None:
     """The worst modules of a process: what lies below float16's full precision, and the room below its largest."""
     rows = [row for one in rank.many.get("telemetry", []) for row in rows_of(one)]
     return (_below(rows, ran_fp16(rank), most), _headroom(rows, most)) if rows else None
-
-
-def _words(
-    rows: list[Row], by_step: Mapping[int, Any], has_fp16: bool, measured: Mapping[str, Any] | None
-) -> list[str]:
-    steps = sorted(by_step)
-    seen = f"Seen in {len(steps)} step{'s' if len(steps) > 1 else ''} ({steps[0]} to {steps[-1]})."
-    words = [
-        f"{seen} float16 holds magnitudes from 6.1e-5 to 65504 in full; below that it loses bits, and below 3e-8 it is "
-        "zero. Gradients are judged with the loss scale that was on them."
-        + ("" if has_fp16 else " Nothing here ran in float16: this is what it would meet.")
-    ]
-    gradients = together(row.true for row in rows if row.kind in GRADIENTS)
-    window = scale_window(gradients, FLUSHED)
-    if window is not None and measured and measured["rows"]:
-        # What was flushed is zero by now: only the step in float32 shows how small it was.
-        window = max(window[0], *(row["window"][0] for row in measured["rows"])), window[1]
-    if window is None:
-        return words
-    low, top = window
-    if low <= top:
-        words.append(
-            f"Loss scales from `2**{low}` to `2**{top}` flush at most one gradient in a "
-            f"{'hundred of any weight' if measured else 'thousand'} and leave 2 bits above the largest."
-        )
-    else:
-        words.append(
-            f"No loss scale suits all layers: small gradients want `2**{low}`, the largest allows `2**{top}`. "
-            "Keep the layers with the least headroom in float32, or use bfloat16."
-        )
-    return words
 
 
 def lost_gradients(record: Mapping[str, Any] | None) -> BarChart | None:

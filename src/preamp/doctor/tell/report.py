@@ -161,7 +161,7 @@ def build(
     if first is not None:
         samples = first.many.get("telemetry", [])
         has_fp16 = ran_fp16(first)
-        spread_out = magnitudes(samples, has_fp16, first.facts.get("underflow"))
+        spread_out = magnitudes(samples, has_fp16)
         shown = picture(first, findings[0] if serious else None)
         sections += [_timeline(first, shown), spread_out]
     content: dict[str, Any] = to_json(
