@@ -20,7 +20,7 @@ from ...tree import tensors
 from ..findings.pa201 import Operand, Origin
 from ..measure import key_of, storage_bytes
 from ..operators import Call, Observer
-from ..places import UNINITIALISED
+from ..places import UNINITIALISED, is_view
 
 _CARRIERS = 20
 
@@ -29,12 +29,6 @@ _CONSTANTS = frozenset({
     "constant_pad_nd", "lift", "lift_fresh", "lift_fresh_copy",
 })  # fmt: skip
 """Operators that write a constant: what they write is meant to be there."""
-_MOVERS = frozenset({
-    "_to_copy", "clone", "detach", "alias", "view", "_unsafe_view", "reshape", "t", "transpose", "permute",
-    "expand", "slice", "select", "squeeze", "unsqueeze", "split", "unbind", "copy", "cat", "stack",
-    "index_select", "narrow", "unfold", "as_strided",
-})  # fmt: skip
-"""Operators that only hand data on: the next operator that computes with it is its first consumer."""
 _SAME = ("detach", "alias")
 """Autograd's own handling of saved tensors: not worth a carrier's line."""
 
@@ -46,7 +40,6 @@ class _Trail:
     origin: Origin
     number: int
     meant: float = 0.0
-    only_moved: bool = False
     carriers: dict[tuple[str | None, str, str], None] = field(default_factory=dict)
 
 
@@ -94,6 +87,8 @@ class Trails(Observer):
             return
         inputs = [_operand_of(tensor) if operand is None else operand for tensor, operand, _ in read]
         bad = [(trail, t) for seen, (t, _, trail) in zip(inputs, read, strict=True) if seen.inf or seen.nan]
+        if (is_view(call.func) or call.base == "copy") and not any(trail for trail, _ in bad):
+            return  # data: who computes with it comes later
         output = _operand_of(sick[0])
         first = Origin(
             place.module,
@@ -146,11 +141,7 @@ class Trails(Observer):
         incoming = sorted((trail for trail, _ in bad if trail and not trail.meant), key=lambda trail: trail.number)
         if incoming:
             trail = incoming[0]
-            if trail.only_moved and name not in _MOVERS:
-                trail.only_moved = False
-                trail.origin = replace(here, from_data=True, source=trail.origin.source)
-                trail.carriers.clear()
-            elif name not in _SAME and len(trail.carriers) < _CARRIERS:
+            if name not in _SAME and len(trail.carriers) < _CARRIERS:
                 trail.carriers.setdefault((here.module, here.op, here.direction))
             return trail
         meant = [trail.meant for trail, _ in bad if trail]
@@ -170,7 +161,7 @@ class Trails(Observer):
             softmax = seen == {-math.inf} and "softmax" in name
             if not softmax:
                 source = next((self._sources[key_of(t)] for t in strangers if key_of(t) in self._sources), None)
-                return self._new(replace(here, from_data=True, source=source), only_moved=name in _MOVERS)
+                return self._new(replace(here, from_data=True, source=source))
         return self._new(here)
 
     def _new(self, origin: Origin, **facts: Any) -> _Trail:

@@ -6,7 +6,6 @@ import math
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
-from functools import cache
 from typing import Any
 
 import torch
@@ -16,7 +15,7 @@ from ...formats import FP16, name_of
 from ...tree import map_tensors, tensors
 from ..measure import key_of
 from ..operators import Call, Observer
-from ..places import UNINITIALISED, Place
+from ..places import UNINITIALISED, Place, is_view
 from ..records import Line
 from .facts import Fact, Kind, spelled
 from .source import Readings
@@ -356,7 +355,7 @@ def _follows(call: Call) -> bool:
     func, base = call.func, call.base
     if call.place.ours:
         return False
-    if base in _EXACT or base in UNINITIALISED or func.namespace != "aten" or _is_view(func):
+    if base in _EXACT or base in UNINITIALISED or func.namespace != "aten" or is_view(func):
         return False
     if torch.Tag.nondeterministic_seeded in func.tags:
         return False
@@ -379,9 +378,3 @@ def _misfit(call: Call, out: Tensor, exact: Tensor) -> float | None:
         if 0 < number < FP16.smallest_normal and call.base in _ADDS and bool(((out == 0) & (exact != 0)).any()):
             return number
     return None
-
-
-@cache
-def _is_view(func: Any) -> bool:
-    """Whether the operator hands on numbers of its argument: their storage has a shadow already."""
-    return any(each.alias_info is not None and not each.alias_info.is_write for each in func._schema.returns)
