@@ -103,3 +103,32 @@ def test_scalers_made_in_every_step() -> None:
     assert [(one.code, one.severity, one.line) for one in found] == [("PA203", "error", 3)]
     assert [one.severity for one in judge([rank(1, skipped=False)])] == ["warning"]
     assert not judge([rank(0, skipped=False)])
+
+
+class TooEarly(nn.Module):
+    """A norm that casts its mean of squares back before the root."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lin = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.lin(x)
+        mean = x.float().square().mean(-1, keepdim=True).to(x.dtype)  # here
+        return x * torch.rsqrt(mean + 1e-3)
+
+
+def test_a_cast_back_that_comes_too_early_is_left_out() -> None:
+    torch.manual_seed(0)
+    model = TooEarly()
+    optimizer, scaler = torch.optim.SGD(model.parameters(), lr=0.1), torch.amp.GradScaler("cpu", init_scale=16.0)
+    with preamp.doctor.watch(model) as seen:
+        with torch.autocast("cpu", torch.float16):
+            loss = model(1000 * torch.randn(4, 8)).float().square().mean()
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+    (found,) = [one for one in seen.findings if one.code == "PA201"]
+    lines, start = inspect.getsourcelines(TooEarly.forward)
+    assert found.line == start + next(i for i, line in enumerate(lines) if "# here" in line)
+    assert str(found.fix).startswith("mean = x.float().square().mean(-1, keepdim=True).float()")
+    assert "error not finite -> " in str(found.fix)

@@ -152,17 +152,18 @@ class Trials:
 
         Those whose results are off most are tried. None where no line is enough.
         """
-        plain = self.plain
-        worst = [] if plain is None else sorted(plain.shadowed.errors.items(), key=lambda one: -one[1][0])
-        lines = {place.at: (place, *each) for place, each in reversed(worst) if place.direction == "forward"}
-        for line, (place, error, op, dtype) in list(reversed(lines.items()))[:LINES]:
-            remedy = Remedy((line,))
+        if self.plain is None:
+            return None
+        off = sorted(self.plain.shadowed.errors.items(), key=lambda one: one[1])
+        worst = {place.at: (place, *seen) for place, seen in off if place.direction == "forward"}  # the largest stays
+        for line in sorted(worst, key=lambda line: -worst[line][1])[:LINES]:
+            (place, error, op, dtype), remedy = worst[line], Remedy((line,))
             text = remedy.text(self._device, self._tape.readings)
-            outcome = None if text is None else self.again(remedy)
-            if plain is not None and text is not None and outcome is not None and outcome.error < OFF / 2:
-                fact = Fact("added up", op, place, dtype, (), plain.error, error)
-                told = f"gradient {outcome.gradient:.3g}, its error {plain.error:.2g} -> {outcome.error:.2g}"
-                return fact, f"{text}\n# tried: {told}", told
+            if text is None or (outcome := self.again(remedy)).error >= OFF / 2:
+                continue
+            before = self.plain.error
+            told = f"gradient {outcome.gradient:.3g}, its error {before:.2g} -> {outcome.error:.2g}"
+            return Fact("added up", op, place, dtype, (), before, error), f"{text}\n# tried: {told}", told
         return None
 
     def _helps(self, outcome: Outcome, fact: Fact) -> bool:

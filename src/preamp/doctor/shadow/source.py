@@ -19,6 +19,8 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from ...formats import LOW_DTYPES
 from ..records import Line
 
+CASTS = frozenset({"to", "half", "bfloat16", "type"})
+"""Methods that may cast to 16 bits."""
 _SIMPLE = (ast.Assign, ast.AugAssign, ast.AnnAssign, ast.Return, ast.Expr)
 
 
@@ -202,6 +204,13 @@ def in_float32(statement: Statement, reading: Reading, constants: Mapping[float,
     for old, new in left.items():
         text = None if text is None else _with_default(text, old, new)
     return text
+
+
+def without_cast(statement: Statement) -> str | None:
+    """The statement with float32 in place of what it casts to; None where it casts nothing, or more than once."""
+    calls = [node for node in ast.walk(statement.node) if isinstance(node, ast.Call)]
+    casts = [(one, one.func.value) for one in calls if isinstance(one.func, ast.Attribute) and one.func.attr in CASTS]
+    return statement.rewritten({call: f"{ast.unparse(of)}.float()" for call, of in casts}) if len(casts) == 1 else None
 
 
 def cast_back(statement: Statement, text: str, dtype: torch.dtype) -> str | None:
