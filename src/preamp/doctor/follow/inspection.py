@@ -167,8 +167,6 @@ class Inspection:
         """Gradients have arrived; code that reads them may read scaled ones."""
         if self._look is not None:
             self._look.parameters = dtypes_of(self._run.names)  # before an unscaling lets them hold masters
-            with torch.no_grad(), _disable_current_modes():
-                self._look.shadowed.gradients_came(p.grad for p in self._run.names.parameters())
             self._compare_gradients(self._look, self._scales.of_backward)
         if self._telemetry is not None:
             self._telemetry.close()
@@ -186,15 +184,15 @@ class Inspection:
 
     def _compare_gradients(self, look: Look, scale: float, grads: Sequence[Tensor | None] | None = None) -> None:
         """Gradients of the models' parameters, or these, have just been computed, with this scale on them."""
-        if not (self._scales.in_half and look.shadowed.shadows.whole):
-            return
-        parameters = self._run.names.parameters()
-        given = zip(parameters, [p.grad for p in parameters] if grads is None else grads, strict=True)
+        shadowed, parameters = look.shadowed, self._run.names.parameters()
+        grads = [p.grad for p in parameters] if grads is None else grads
         with torch.no_grad(), _disable_current_modes():
-            shadowed = look.shadowed
-            causes = shadowed.causes.items()
-            excused = {key for key, one in causes if one.kind == "not finite" or one.place.direction == "forward"}
-            look.exact |= gradients_beside(given, shadowed.shadows, self._run.names, scale, excused)
+            shadowed.gradients_came(grads)
+            if self._scales.in_half and shadowed.shadows.whole:
+                causes = shadowed.causes.items()
+                excused = {key for key, one in causes if one.kind == "not finite" or one.place.direction == "forward"}
+                given = zip(parameters, grads, strict=True)
+                look.exact |= gradients_beside(given, shadowed.shadows, self._run.names, scale, excused)
 
     def gradients_are_true(self) -> None:
         """They have been unscaled, or are about to be: code that reads them now reads true gradients."""
