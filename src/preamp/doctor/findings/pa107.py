@@ -73,7 +73,7 @@ class PA107(Check):
             fix,
             at=event.at,
             direction="backward",
-            evidence={"compute dtype": "fp16", "scale": 1, "scaler made at": list(event.scaler_at)},
+            evidence={"compute dtype": "fp16", "scale": 1, "scaler made at line": event.scaler_at[1]},
         )
 
     @on(StepBegins)
