@@ -93,9 +93,9 @@ class Soundness:
 
     def _overflowed(self, found: Diagnosis, scale: float) -> None:
         """The scale alone is the cause: a scaler skips such a step."""
-        one = found.origin
-        place = {"module": one.module, "op": one.op, "direction": one.direction, "file": one.file, "line": one.line}
-        self._run.recorder.write("overflow", step=self._run.step, scale=scale, **place)
+        place = found.origin.where
+        file, line = place.pop("at")
+        self._run.recorder.write("overflow", step=self._run.step, scale=scale, file=file, line=line, **place)
 
     def died(self, ran_low: bool) -> None:
         """The script has ended by an error of its own: do the step that was going on again, and in float32."""

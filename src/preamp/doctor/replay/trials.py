@@ -143,6 +143,8 @@ class Trials:
                 best = outcome.error, f"{_instead_of(remedy, line)}{text}", self._told(outcome, fact)
             if tried >= TRIALS or (best is not None and best[0] < OFF / 2):
                 break
+        if best is None and not tried:
+            return None, "none: the line calls modules, all of which would run in float32, or is not to be read"
         if best is None:
             return None, f"{tried} changes of this line and of those before it were tried, and none helps"
         return f"{best[1]}\n# tried: {best[2]}", best[2]
