@@ -13,7 +13,7 @@ from typing import Any
 
 from preamp.doctor.findings import codes
 
-from ..sick.expect import doctor
+from ..sick.expect import COMPARE, doctor
 
 PAGES = Path(__file__).resolve().parents[2] / "docs" / "findings"
 CODES = codes()
@@ -45,13 +45,12 @@ def run(code: str, kind: str, folder: Path) -> tuple[dict[str, Any], Any]:
     """The report of a page's script, and the run."""
     path = folder / "train.py"
     path.write_text(script(code, kind), encoding="utf-8")
-    return doctor(path, folder / kind, *(("--compare", "--seeds", "2") if code in BY_COMPARE else ()))
+    return doctor(path, folder / kind, COMPARE if code in BY_COMPARE else ("doctor",))
 
 
 def said(ran: Any) -> str:
     """What the doctor wrote to the terminal of a run: findings and verdict, without where the report is."""
-    _, _, told = ran.stderr.rpartition("preamp doctor ")
-    told = told[told.index("\n") + 1 :]
+    told = re.split(r"^─+ preamp \w+ ─+$", ran.stderr, flags=re.MULTILINE)[-1].lstrip("\n")
     told = re.split(r"^what a finding means: |^report: ", told, flags=re.MULTILINE)[0]
     return "\n".join(map(str.rstrip, told.rstrip().splitlines())) + "\n"
 

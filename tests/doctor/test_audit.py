@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
 import torch
 from torch import Tensor, nn
 
@@ -44,28 +43,13 @@ def last(kept: Kept) -> dict[str, Any]:
     return dict(kept.records)
 
 
-def by_module(facts: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    return {one["module"]: one for one in facts["audit"]["products"]}
-
-
-def test_flops_and_tensor_cores_by_shape() -> None:
+def test_flops_and_their_share_in_16_bits() -> None:
     facts, _ = watched(torch.bfloat16)
-    found = by_module(facts)
     flops = {  # by hand: 2 for each weight and each place that it meets
         "conv": 2 * (16 * 8 * 9) * 4 * 10 * 10, "depth": 2 * (16 * 9) * 4 * 8 * 8,
         "rnn": 2 * (96 * 16 + 96 * 24) * 4 * 8, "even": 2 * 24 * 32 * 4, "odd": 2 * 32 * 10 * 4,
     }  # fmt: skip
     assert facts["audit"]["flops"] == sum(flops.values())
-    counted = dict.fromkeys(flops, 0.0)
-    for one in facts["audit"]["products"]:  # of a recurrent layer one, or on some CPUs two: for inputs and for states
-        counted[one["module"]] += one["share"] * facts["audit"]["flops"]
-    assert counted == pytest.approx(flops)
-    assert {name for name, one in found.items() if one["fills"]} == {"conv", "rnn", "even"}
-    assert found["depth"]["why"] == "grouped convolution"
-    assert found["odd"]["why"] == "out_features=10: no multiple of 8"
-    assert found["odd"]["shape"] == {"in_features": 32, "out_features": 10}
-    assert facts["audit"]["low_share"] == 1
-
-
-def test_float32_fills_no_tensor_cores() -> None:
-    assert by_module(watched(None)[0])["even"]["why"] == "fp32"
+    assert (facts["audit"]["low_share"], facts["audit"]["low"]) == (1, ["bfloat16"])
+    full, _ = watched(None)
+    assert (full["audit"]["low_share"], full["audit"]["low"]) == (0, [])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -180,20 +179,6 @@ def test_runs_that_fail_midway_are_said_to(tmp_path: Path, alone: bool) -> None:
     assert f"{failed} of 2 runs failed, and only steps that both runs of a pair made are compared" in content["verdict"]
     assert "(mixed-0 ended with status 1 after 5 steps: ValueError: boom). " in content["verdict"]
     assert "Mend what ended these runs" in (tmp_path / "out" / "compare.html").read_text()
-
-
-@pytest.mark.slow
-def test_the_doctor_compares_when_asked(tmp_path: Path) -> None:
-    line = [sys.executable, "-m", "preamp", "doctor", "--compare", "--seeds", "2", "--out", str(tmp_path / "out")]
-    ran = subprocess.run([*line, str(SICK)], capture_output=True, text=True, timeout=300, cwd=tmp_path)
-    assert ran.returncode == 0, ran.stderr
-    assert ran.stdout.count("step 0 loss") == 1, "only the first run speaks"
-    content = json.loads((tmp_path / "out" / "report.json").read_text())
-    jsonschema.validate(content, schema())
-    assert "PA206" in [finding["code"] for finding in content["findings"]]
-    assert content["comparison"]["result"] == "worse"
-    assert len(content["comparison"]["runs"]) == 4
-    assert "Against full precision" in (tmp_path / "out" / "report.html").read_text()
 
 
 def test_the_time_left_is_told_by_precision() -> None:

@@ -12,15 +12,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from preamp.doctor.exponents import Exponents, together
-from preamp.doctor.findings.pa202 import FLUSHED, scale_window
-from preamp.doctor.measure import count_each, count_exponents, sampling_step
+from preamp.doctor.findings.pa202 import scale_window
+from preamp.doctor.measure import sampling_step, spread_of
 from preamp.formats import BF16, FP8_E4M3, FP16
 
 floats = st.floats(width=32, allow_nan=True, allow_infinity=True)
 
 
 def counted(values: object, dtype: torch.dtype = torch.float32) -> Exponents:
-    return Exponents.of(count_exponents(torch.tensor(values, dtype=dtype)))
+    return spread_of(torch.tensor(values, dtype=dtype))
 
 
 @settings(deadline=None, max_examples=150)
@@ -29,16 +29,14 @@ def test_counts_are_numpys(values: list[float]) -> None:
     found = counted(values)
     array = np.abs(np.array(values, dtype=np.float32))
     fine = array[np.isfinite(array) & (array > 0)]
-    normal = fine[fine >= 2.0**-126]
-    exponents = np.frexp(normal)[1] - 1
+    exponents = np.frexp(fine)[1] - 1
     assert found.total == len(values)
     assert found.zeros == int((array == 0).sum())
     assert found.infinite == int((~np.isfinite(array)).sum())
-    assert found.tiny == len(fine) - len(normal)
     assert found.largest == (float(fine.max()) if len(fine) else 0.0)
     for index, count in enumerate(found.counts):
         assert count == int((exponents == found.first + index).sum())
-    assert sum(found.counts) == len(normal)
+    assert sum(found.counts) == len(fine)
     assert Exponents.from_dict(asdict(found)) == found
 
 
@@ -55,7 +53,7 @@ def test_shares_are_those_of_the_cast(values: list[float], held) -> None:
     zero = int((there == 0).sum())
     assert zero - on_threshold <= round(found.flushed(held) * len(values)) <= zero
     small = sum(v < held.smallest_normal for v in values)
-    assert math.isclose(found.flushed(held) + found.subnormal(held), small / len(values))
+    assert math.isclose(found.below(held.smallest_normal), small / len(values))
     assert math.isclose(
         found.headroom(held), math.log2(held.max / max(float(np.float32(v)) for v in values)), abs_tol=1e-6
     )
@@ -71,7 +69,6 @@ def test_parts_add_up_and_scale(first: list[float], second: list[float], power: 
     )  # fmt: skip
     for held in (FP16, BF16):
         assert math.isclose(parts.flushed(held), whole.flushed(held))
-        assert math.isclose(parts.saturated(held), whole.saturated(held))
     assert whole.times(2.0**power).times(2.0**-power) == whole
 
 
@@ -83,7 +80,7 @@ def test_any_dtype_is_read(dtype: torch.dtype) -> None:
 
 def test_float16_keeps_its_subnormals() -> None:
     found = counted([2.0**-24, 2.0**-15, 2.0**-14], torch.float16)
-    assert found.subnormal(FP16) == pytest.approx(2 / 3)
+    assert found.below(FP16.smallest_normal) == pytest.approx(2 / 3)
     assert found.flushed(FP16) == 0
     assert found.times(2.0**-2).flushed(FP16) == pytest.approx(1 / 3)
 
@@ -94,57 +91,46 @@ def test_a_large_tensor_is_counted_by_a_sample() -> None:
     values[:, 1::64] *= np.float32(2.0**-40)
     values[7, 77], values[8, 78], values[9, 79] = np.inf, np.nan, 1e30
     step = sampling_step(values.shape)
-    found = Exponents.of(count_exponents(torch.from_numpy(values)))
-    assert step == 5
+    found = spread_of(torch.from_numpy(values))
+    assert step == 9
     assert abs(found.total - values.size) <= step + 2
     assert (found.infinite, found.largest) == (2, float(np.float32(1e30)))
     assert found.zeros / values.size == pytest.approx(1 / 64, rel=0.02)
     small = sum(count for i, count in enumerate(found.counts) if found.first + i < -30)
     assert small / values.size == pytest.approx(1 / 64, rel=0.02)
-    exact = Exponents.of(count_exponents(torch.from_numpy(values[:8])))
-    assert exact.total == 8 * 4096
+    exact = spread_of(torch.from_numpy(values[:4]))
+    assert exact.total == 4 * 4096
 
 
 @given(st.lists(st.integers(1, 3000), min_size=1, max_size=4))
 def test_the_step_of_a_sample(shape: list[int]) -> None:
     step, count = sampling_step(shape), math.prod(shape)
     assert step == 1 or all(size % step for size in shape[1:])
-    assert (step == 1) == (count <= 2**16)
+    assert (step == 1) == (count <= 2**15)
 
 
 def test_an_empty_tensor_and_one_without_order() -> None:
     assert counted([]).total == 0
     assert counted([]).headroom(FP16) is None
     base = torch.arange(12.0).reshape(3, 4)
-    assert Exponents.of(count_exponents(base.T)) == Exponents.of(count_exponents(base))
+    assert spread_of(base.T) == spread_of(base)
     assert base.equal(torch.arange(12.0).reshape(3, 4)), "the tensor is not written"
 
 
 def test_the_window_of_scales_does_what_it_says() -> None:
     torch.manual_seed(0)
     grads = torch.randn(200_000) * 1e-6
-    window = scale_window(Exponents.of(count_exponents(grads * 1024)).times(1 / 1024), FLUSHED)
-    assert window is not None
-    low, top = window
+    low, top = scale_window(spread_of(grads * 1024).times(1 / 1024))
     assert low < top
     for power in (low, top):
         there = (grads * 2.0**power).half()
         assert bool(there.isfinite().all())
-        assert float((there == 0).float().mean()) <= 1.1e-3
-    assert float(((grads * 2.0 ** (low - 1)).half() == 0).float().mean()) > 1e-3
+        assert float((there == 0).float().mean()) <= 1.1e-2
+    assert float(((grads * 2.0 ** (low - 1)).half() == 0).float().mean()) > 1e-2
     assert not bool((grads * 2.0 ** (top + 3)).half().isfinite().all())
-    assert scale_window(Exponents(0, ())) is None
 
 
 def test_a_spread_that_no_scale_covers() -> None:
     grads = torch.cat([torch.full((1000,), 1e-12), torch.full((1000,), 1e3)])
-    low, top = scale_window(Exponents.of(count_exponents(grads))) or (0, 0)
+    low, top = scale_window(spread_of(grads))
     assert low > top
-
-
-def test_large_and_strided_ones_are_counted_at_once_as_they_are_alone() -> None:
-    large = torch.randn(300, 700)
-    large[3, 3], large[4, 4] = torch.inf, torch.nan
-    tensors = [large, large.T, torch.zeros(5), torch.empty(0, 3), large[::2, 1:9].bfloat16(), torch.tensor(3.0)]
-    for one, counts in zip(tensors, count_each(tensors), strict=True):
-        assert counts.equal(count_exponents(one))

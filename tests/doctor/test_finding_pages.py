@@ -59,7 +59,7 @@ def test_the_sick_script_has_it_and_the_cure_has_not(code: str, tmp_path: Path) 
 
     report, ran = run(code, "cure", tmp_path)
     assert ran.returncode == 0, ran.stderr
-    assert report["steps"] > 0
+    assert report.get("steps", len(report.get("runs", ()))) > 0
     left = [finding for finding in report["findings"] if finding["code"] == code or finding["severity"] != "info"]
     assert left == []
 

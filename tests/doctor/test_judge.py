@@ -16,7 +16,7 @@ def rank_of(skipped: str, updated: str, scales: list[float] | None = None) -> Ra
             "step": index, "scale": scales[index] if scales else 1024.0, "skipped": letter == "s", "bad": None,
             "schedules": 0, "updates": int(index > 0 and updated[index - 1] == "u"),
         })  # fmt: skip
-    rank.write("end", {"scaler_at": "train.py:3", "updates": int(updated[-1] == "u")})
+    rank.write("end", {"scaler_at": ["train.py", 3], "updates": int(updated[-1] == "u")})
     return rank
 
 

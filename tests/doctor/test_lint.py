@@ -72,34 +72,26 @@ def _rms_full(self, x):
     return (y / ((y * y).mean(-1, keepdim=True) + self.variance_epsilon).sqrt()).to(x.dtype)
 
 
-@pytest.mark.parametrize(("eps", "severity"), [(1e-8, "error"), (1e-6, "warning"), (1e-3, None)])
-def test_a_custom_norms_eps_is_judged_where_it_is_added(eps, severity):
-    rows = found("PA101", Run(lambda self, x: _rms(self, 0 * x), variance_epsilon=eps), "O2")
-    assert [f.severity for f in rows] == ([severity] if severity else [])
-    rows = found("PA101", Run(_rms, variance_epsilon=eps), "O2")
-    assert [f.severity for f in rows] == (["info"] if severity else []), "no number came near it"
-    if rows:
-        assert rows[0].file.endswith("test_lint.py") and rows[0].line == _rms.__code__.co_firstlineno + 1
-    assert not found("PA101", Run(_rms_full, variance_epsilon=eps), "O2")
-    assert not found("PA101", Run(_rms, variance_epsilon=eps), "O5"), "bfloat16 has float32's range"
+def test_a_custom_norms_eps_is_a_finding_where_it_leaves_a_zero():
+    def padded(self, x):
+        return torch.nan_to_num(_rms(self, 0 * x))
+
+    (row,) = found("PA101", Run(padded, variance_epsilon=1e-8), "O2")
+    assert row.severity == "error" and row.file.endswith("test_lint.py")
+    assert row.line == _rms.__code__.co_firstlineno + 1
+    assert not found("PA101", Run(padded, variance_epsilon=1e-6), "O2"), "a subnormal is no zero"
+    assert not found("PA101", Run(_rms, variance_epsilon=1e-8), "O2"), "no number came near it"
+    assert not found("PA101", Run(padded, variance_epsilon=1e-8), "O5"), "bfloat16 has float32's range"
+    assert not found("PA101", Run(lambda self, x: _rms_full(self, 0 * x), variance_epsilon=1e-8), "O2")
 
 
 def test_the_floor_of_normalize_vanishes_in_fp16():
-    (row,) = found("PA101", Run(lambda self, x: F.normalize(x)), HALF)
-    assert row.op == "clamp_min" and row.evidence["eps"] == 1e-12
-    assert not found("PA101", Run(lambda self, x: F.normalize(x, eps=1e-3)), HALF)
+    (row,) = found("PA101", Run(lambda self, x: F.normalize(0 * x).nan_to_num()), HALF)
+    assert row.op == "clamp_min" and "1e-12" in row.message
+    assert not found("PA101", Run(lambda self, x: F.normalize(0 * x, eps=1e-3)), HALF)
 
 
 # -- PA102
-
-
-def test_bceloss_is_found_under_16_bits_and_not_under_fp32():
-    model = nn.Sequential(nn.Linear(16, 1), nn.Sigmoid())
-    assert found("PA102", model, "O1", loss=nn.BCELoss())[0].severity == "error", "the region refuses it"
-    assert found("PA102", model, "O2", loss=F.binary_cross_entropy)[0].severity == "warning"
-    assert found("PA102", model, "O1", loss=nn.BCELoss(), example=None)
-    assert not found("PA102", model, "O0", loss=nn.BCELoss())
-    assert not found("PA102", nn.Linear(16, 1), "O1", loss=nn.BCEWithLogitsLoss())
 
 
 def test_a_log_of_a_rounded_sigmoid_is_found():
@@ -137,7 +129,7 @@ def test_a_cross_entropy_that_a_region_refuses_is_reported():
         (lambda self, x: x + torch.full_like(x, 65536.0), "error"),
         (lambda self, x: x + 1e6, "warning"),
         (lambda self, x: x.clamp(max=1e9), "error"),
-        (lambda self, x: x + (x > 0).to(x.dtype) * -1e9, "error"),
+        (lambda self, x: x + (x > 0).to(x.dtype) * -1e9, "warning"),
     ],
 )
 def test_constants_beyond_fp16_are_found(then, severity):
@@ -161,14 +153,6 @@ def test_constants_beyond_fp16_are_found(then, severity):
 )
 def test_constants_that_do_no_harm_are_not_found(then):
     assert not found("PA103", Run(then))
-
-
-def test_buffers_beyond_fp16():
-    model = nn.Linear(4, 4)
-    model.register_buffer("mask", torch.full((4,), -1e9))
-    assert found("PA103", model, "O2", example=None)[0].severity == "error"
-    assert not found("PA103", model, "O1", example=None)
-    assert not found("PA103", model, "O5", example=None)
 
 
 # -- PA104
@@ -282,9 +266,9 @@ def test_mixed_precision_that_is_not_in_effect_is_found():
     (row,) = found("PA109", Off(), "O4")
     assert row.severity == "warning" and "autocast was off" in row.message and row.module == "lin"
     (row,) = found("PA109", nn.Linear(16, 16).double(), "O4", example=(X[0].double(),))
-    assert "float64" in row.message and row.evidence["observed"] == ["fp64"]
+    assert "float64" in row.fix and row.evidence["observed"] == ["fp64"]
     (row,) = found("PA109", nn.Linear(16, 16), "compute=bf16,ops=none")
-    assert "ops=none" in row.message
+    assert "ops=none" in row.fix
 
 
 def test_mixed_precision_in_effect_or_not_asked_for_is_nothing():
@@ -343,7 +327,7 @@ def test_healthy_networks_have_no_error_and_no_warning(name, level):
     task = TASKS[name]
     model = task.build("ci", seed=0)
     inputs, _ = next(task.batches("ci", seed=0, steps=1, batch_size=4))
-    report = examine(model, torch.optim.AdamW(model.parameters()), level, example=inputs, loss=task.loss)
+    report = examine(model, torch.optim.AdamW(model.parameters()), level, example=inputs)
     assert not harmful(report)
     assert report.mood == "good" and "Nothing speaks against" in report.verdict
 
@@ -369,7 +353,7 @@ def test_examine_changes_nothing(level):
     pointers = [p.data_ptr() for p in model.parameters()]
     autocast.uninstall()
     before = picture()
-    examine(model, optimizer, level, example=(x,), loss=nn.BCELoss())
+    examine(model, optimizer, level, example=(x,))
     assert picture() == before
     assert [p.data_ptr() for p in model.parameters()] == pointers
 
@@ -444,35 +428,8 @@ def test_wrong_inputs_give_one_clear_error():
         examine(model, example=3)
     with pytest.raises(SessionError, match="names of forward's arguments"):
         examine(model, example={1: X[0]})
-    with pytest.raises(SessionError, match="loss= is"):
-        examine(model, loss=1)
     with pytest.raises(PolicyError, match="no level 'O9'"):
         examine(model, policy="O9")
-
-
-# -- PA111 of buffers
-
-
-class Counts(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.linear = nn.Linear(4, 4)
-        self.register_buffer("count", torch.zeros(()))
-        self.register_buffer("table", torch.tensor([0.0, 1.0, 2.0, 3.0]))
-
-    def forward(self, x):
-        self.count += 1
-        return self.linear(x + self.table.to(x.dtype)) + self.count.to(x.dtype)
-
-
-def test_buffers_that_a_level_casts():
-    model, example = Counts(), (torch.ones(2, 4),)
-    assert not found("PA111", model, "O2", example=example) and not found("PA111", model, "O5", example=example)
-    rows = [row for row in found("PA111", model, "O3", example=example) if "buffer" in row.evidence]
-    assert [(row.severity, row.evidence["buffer"]) for row in rows] == [("info", "count")]
-    model.register_buffer("inv_freq", 1 / 10000 ** (torch.arange(0, 64, 2) / 64))
-    rows = [row for row in found("PA111", model, "O3", example=None) if row.evidence.get("buffer") == "inv_freq"]
-    assert [row.severity for row in rows] == ["warning"] and 0 < rows[0].evidence["relative error"] < 0.01
 
 
 # -- PA201 of infinities that leave no trace

@@ -105,7 +105,7 @@ def test_sharded_models_are_looked_at_and_never_called_by_one_process_alone(tmp_
     assert not any(process["failed"] for process in report["processes"])
     assert report["steps"] == 5
     kinds = {row["kind"] for row in report["processes"][0]["telemetry"][0]["rows"]}
-    assert kinds == {"activation", "activation gradient", "weight", "gradient", "update"}
+    assert kinds == {"activation", "activation gradient", "weight", "gradient"}
     (found,) = [finding for finding in report["findings"] if finding["code"] == "PA207"]
     assert (found["file"], found["step"], found["evidence"]) == (
         "train.py", 3, {"entries of the batch": [5], "ranks": [1]},

@@ -84,7 +84,7 @@ VIEWS: list[Callable[[Tensor], Tensor]] = [
 @settings(max_examples=60, deadline=None)
 def test_a_view_has_the_view_of_the_shadow(path: list[int], dtype: torch.dtype) -> None:
     base = torch.arange(24.0).reshape(4, 6).to(dtype)
-    shadows = Shadows(math.inf)
+    shadows = Shadows(math.inf, {})
     view = base
     for index in path:
         view = VIEWS[index](view) if view.dim() else view
@@ -116,7 +116,7 @@ def test_what_is_written_through_a_view_is_in_the_shadow_of_the_whole() -> None:
 
 
 def test_shadows_of_freed_storages_go() -> None:
-    shadows = Shadows(math.inf)
+    shadows = Shadows(math.inf, {})
     kept = torch.ones(3, dtype=HALF)
     shadows.of(kept).fill_(7)
     for _ in range(600):
@@ -128,7 +128,7 @@ def test_shadows_of_freed_storages_go() -> None:
 
 
 def test_a_storage_at_the_same_place_has_no_old_shadow() -> None:
-    shadows = Shadows(math.inf)
+    shadows = Shadows(math.inf, {})
     for value in range(50):  # torch's allocator gives the same memory again
         x = torch.full((64,), float(value), dtype=HALF)
         assert shadows.find(x) is None
@@ -137,7 +137,7 @@ def test_a_storage_at_the_same_place_has_no_old_shadow() -> None:
 
 
 def test_another_dtype_of_a_storage_begins_anew() -> None:
-    shadows = Shadows(math.inf)
+    shadows = Shadows(math.inf, {})
     x = torch.ones(4, dtype=HALF)
     shadows.of(x).fill_(7)
     other = x.view(BF16)

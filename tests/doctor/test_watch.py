@@ -14,7 +14,7 @@ from torch import Tensor, nn
 import preamp
 from preamp.doctor import JsonLines
 from preamp.doctor.exponents import Exponents
-from preamp.doctor.measure import count_exponents
+from preamp.doctor.measure import spread_of
 from preamp.errors import PreampWarning, SessionError
 from tests.doctor._kept import Kept
 
@@ -46,7 +46,7 @@ def rows(sample: dict[str, Any]) -> dict[tuple[str, str], Exponents]:
 
 
 def of(*tensors: Tensor) -> Exponents:
-    return Exponents.of(count_exponents(torch.cat([tensor.detach().flatten() for tensor in tensors])))
+    return spread_of(torch.cat([tensor.detach().flatten() for tensor in tensors]))
 
 
 def test_counts_are_those_of_the_tensors() -> None:
@@ -83,8 +83,6 @@ def test_counts_are_those_of_the_tensors() -> None:
         weight, bias = f"{name}.weight", f"{name}.bias"
         assert found[name, "weight"] == of(before[weight], before[bias])
         assert found[name, "gradient"] == of(grads[weight], grads[bias])
-        after = dict(model.named_parameters())
-        assert found[name, "update"] == of(after[weight] - before[weight], after[bias] - before[bias])
 
 
 def test_a_session_s_gradients_are_counted_with_their_scale() -> None:
@@ -114,27 +112,7 @@ def test_a_session_s_gradients_are_counted_with_their_scale() -> None:
     assert "Magnitudes by layer" in [section.title for section in report.sections]
 
 
-def test_updates_are_seen_after_masters_are_copied_back() -> None:
-    torch.manual_seed(0)
-    model = Net()
-    optimizer, kept = torch.optim.SGD(model.parameters(), lr=0.5), Kept()
-    with (
-        preamp.prepare(model, optimizer, level="O5") as session,
-        preamp.doctor.watch(session, every=1, sinks=[kept]),
-    ):
-        before = model.first.weight.detach().clone()
-        with session.autocast():
-            loss = model(torch.randn(5, 6)).float().square().mean()
-        session.backward(loss)
-        session.step()
-        after = model.first.weight.detach()
-    changed = int((after != before).sum()) + int((model.first.bias.detach() != 0).sum())
-    found = rows(kept.of("telemetry")[0])["first", "update"]
-    assert changed > 0
-    assert found.some >= int((after != before).sum())
-
-
-def test_a_skipped_step_has_no_update_and_its_origin_is_named(tmp_path: Path) -> None:
+def test_the_origin_in_a_skipped_step_is_named(tmp_path: Path) -> None:
     torch.manual_seed(0)
     model = Net()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -155,8 +133,6 @@ def test_a_skipped_step_has_no_update_and_its_origin_is_named(tmp_path: Path) ->
     kinds = [line["kind"] for line in lines]
     assert kinds[0] == "process"
     assert {"step", "telemetry", "finding", "audit", "end"} <= set(kinds)
-    last = [line for line in lines if line["kind"] == "telemetry"][-1]
-    assert not [row for row in last["rows"] if row["kind"] == "update"]
 
 
 def test_under_checkpointing_activations_count_once_and_have_gradients() -> None:
@@ -370,7 +346,7 @@ def test_an_error_of_the_doctor_s_own_never_reaches_the_script(monkeypatch: pyte
         raise RuntimeError("a fault of ours")
 
     for owner, name in (
-        (magnitudes, "count_each"), (tape.Tape, "keep"), (tape.Tape, "enter_model"), (Stream, "_before"),
+        (magnitudes, "spread_of"), (tape.Tape, "keep"), (tape.Tape, "enter_model"), (Stream, "_before"),
         (audit.Handled, "before"), (soundness.Soundness, "check"), (steps.Steps, "_first_step"),
         (steps.Steps, "before_backward"),
     ):  # fmt: skip

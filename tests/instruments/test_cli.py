@@ -60,7 +60,7 @@ def test_the_command_alone_shows_what_to_do_first() -> None:
 
 @pytest.mark.parametrize(
     ("words", "found"),
-    [("preamp d", ["demo", "doctor"]), ("preamp doctor --s", ["--steps", "--strict", "--seeds"])],
+    [("preamp d", ["demo", "doctor"]), ("preamp doctor --s", ["--steps", "--strict"])],
 )
 def test_completion_does_not_wait_for_torch(words: str, found: list[str]) -> None:
     asked = {"_PREAMP_COMPLETE": "complete_bash", "COMP_WORDS": words, "COMP_CWORD": str(words.count(" "))}

@@ -83,16 +83,21 @@ def _cured() -> list[Path]:
     return made
 
 
-def options(wanted: Disease | None) -> tuple[str, ...]:
-    """What the doctor must be asked for to find it."""
-    return ("--compare", "--seeds", "2") if wanted is not None and wanted.codes == ("PA206",) else ()
+COMPARE = ("compare", "--seeds", "2")
 
 
-def doctor(script: Path, out: Path, *asked: str) -> tuple[dict[str, Any], subprocess.CompletedProcess[str]]:
+def command(wanted: Disease | None) -> tuple[str, ...]:
+    """The command of preamp's that finds it."""
+    return COMPARE if wanted is not None and wanted.codes == ("PA206",) else ("doctor",)
+
+
+def doctor(
+    script: Path, out: Path, verb: tuple[str, ...] = ("doctor",)
+) -> tuple[dict[str, Any], subprocess.CompletedProcess[str]]:
     """The report of one script, run as a user would; it lies in `out`."""
-    command = ["-m", "preamp", "doctor", "--out", str(out), *asked, str(script)]
-    ran = forks.run(command, env={**os.environ, "HF_HUB_OFFLINE": "1"}, timeout=200, cwd=out.parent)
-    return json.loads((out / "report.json").read_text()), ran
+    line = ["-m", "preamp", *verb, "--out", str(out), str(script)]
+    ran = forks.run(line, env={**os.environ, "HF_HUB_OFFLINE": "1"}, timeout=200, cwd=out.parent)
+    return json.loads((out / ("compare.json" if verb == COMPARE else "report.json")).read_text()), ran
 
 
 def main() -> None:
@@ -107,7 +112,7 @@ def main() -> None:
         with tempfile.TemporaryDirectory() as folder:
             try:
                 sick = disease(path) if path.parent.name == "scripts" else None
-                return path, doctor(path, Path(folder) / "out", *options(sick))[0]
+                return path, doctor(path, Path(folder) / "out", command(sick))[0]
             except Exception as error:
                 return path, repr(error)
 
@@ -125,7 +130,7 @@ def main() -> None:
             else:
                 wants, good = None, not any(f["severity"] != "info" for f in found)
             missed += not good
-            print("ok    " if good else "MISSED", path.stem, wants or "", f"[{report['ended']}]")
+            print("ok    " if good else "MISSED", path.stem, wants or "", f"[{report.get('ended', '')}]")
             if not good or wanted:
                 for f in found:
                     print("        ", f["severity"], f["code"], f["module"], f["line"], f["message"][:110])

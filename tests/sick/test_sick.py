@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from .expect import disease, doctor, options, scripts
+from .expect import command, disease, doctor, scripts
 
 EVERY_TIME = frozenset({
     "arc_margin", "clip_after_unscale", "clip_while_scaled", "cuda_region_on_cpu", "log1p_of_clamped", "scale_collapse",
@@ -35,7 +35,7 @@ def _needs(path: Path) -> None:
 def test_the_planted_disease_is_found_in_its_place(path: Path, tmp_path: Path) -> None:
     _needs(path)
     wanted = disease(path)
-    report, ran = doctor(path, tmp_path / "out", *options(wanted))
+    report, ran = doctor(path, tmp_path / "out", command(wanted))
     assert any(wanted.met_by(finding) for finding in report["findings"]), (wanted, report["findings"], ran.stderr)
 
 

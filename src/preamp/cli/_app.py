@@ -148,17 +148,13 @@ def doctor(
     out: _Out = Path("preamp-doctor"),
     json_file: Annotated[Path | None, typer.Option("--json", help="Also write report.json to this file.")] = None,
     strict: Annotated[bool, typer.Option("--strict", help="Exit with 3 when an error was found.")] = False,
-    compare: Annotated[
-        bool, typer.Option("--compare", help="Then run it again, in full precision too: see `preamp compare`.")
-    ] = False,
-    seeds: Annotated[int, typer.Option("--seeds", min=1, help="With --compare: runs of each precision.")] = 3,
 ) -> None:
     """Run an unchanged training script and say what is wrong with its precision, where, and what to write instead."""
     from ._doctor import run_doctor
 
     status = run_doctor(
         target, arguments or [], as_module, out=out, json_file=json_file, every=every, steps=steps, replay=replay,
-        strict=strict, compare=seeds if compare else 0,
+        strict=strict,
     )  # fmt: skip
     raise typer.Exit(status)
 

@@ -29,20 +29,12 @@ def run_doctor(
     steps: int | None,
     replay: bool,
     strict: bool,
-    compare: int = 0,
 ) -> int:
     """Run a script under observation; its exit status, or 3 by `strict`. Raises `NothingToRun` without a script."""
     console = Console(stderr=True, emoji=False)
     _check_writable(out, json_file)
     script = _script(target, arguments, as_module, steps)
-    status, report, content = examine_script(
-        script,
-        every=every,
-        replay=replay,
-        strict=strict,
-        compare=compare,
-        progress=lambda text: _say(console, text, "dim"),
-    )
+    status, report, content = examine_script(script, every=every, replay=replay, strict=strict)
     _show(console, "preamp doctor", report)
     if report.findings:
         console.print(f"what a finding means: preamp explain {report.findings[0].code}", highlight=False)

@@ -4,7 +4,6 @@ report = preamp.doctor.examine(model, optimizer, "O2", example=(x,))      # befo
 with preamp.doctor.watch(session, every=50) as w:                         # while it trains
     ...
 w.report()
-origin = preamp.doctor.find_origin(forward, models=model)                 # who made the first inf or nan
 preamp.doctor.compare_logprobs(sampler, trainer)                          # two engines, the same tokens
 """
 
@@ -13,31 +12,25 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from .command.watching import Watching, watch
-    from .findings.pa201 import Origin
     from .lint import examine
     from .logprobs import LogprobComparison, compare_logprobs
     from .records import JsonLines, Sink
-    from .replay.origin import find_origin
 
 __all__ = [
     "JsonLines",
     "LogprobComparison",
-    "Origin",
     "Sink",
     "Watching",
     "compare_logprobs",
     "examine",
-    "find_origin",
     "watch",
 ]
 
 _HOMES = {
     "command.watching": ("Watching", "watch"),
-    "findings.pa201": ("Origin",),
     "lint": ("examine",),
     "logprobs": ("LogprobComparison", "compare_logprobs"),
     "records": ("JsonLines", "Sink"),
-    "replay.origin": ("find_origin",),
 }
 
 

@@ -3,21 +3,13 @@
 from __future__ import annotations
 
 import math
-import struct
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ..formats import FP16, Format
+from ..formats import Format
 
-BINS = 256
-"""One for each exponent field of float32: zero and its subnormals, 2^-126 to 2^127, infinity and NaN."""
-WIDTH = BINS + 2
-"""Numbers by which a tensor is counted: those of the bins, the zeros, and the bits of the largest magnitude."""
-_BIAS = 127
-
-UPDATE = "update"
-KINDS = ("activation", "activation gradient", "weight", "gradient", UPDATE)
+KINDS = ("activation", "activation gradient", "weight", "gradient")
 """What is counted. Gradients are as they are stored, times the loss scale."""
 GRADIENTS = ("activation gradient", "gradient")
 
@@ -29,22 +21,10 @@ class Exponents:
     first: int
     counts: tuple[int, ...]
     zeros: int = 0
-    tiny: int = 0
-    """Not zero and below 2^-126."""
     infinite: int = 0
     """Infinite or NaN."""
     largest: float = 0.0
     """Largest finite magnitude."""
-
-    @classmethod
-    def of(cls, counted: Any) -> Exponents:
-        """From the `WIDTH` counts of a tensor, in a list or a tensor of their own."""
-        bins: list[int] = counted if isinstance(counted, list) else counted.tolist()
-        zeros, bits = bins[BINS], bins[BINS + 1]
-        used = [index for index in range(1, BINS - 1) if bins[index]]
-        first, last = (used[0], used[-1]) if used else (1, 0)
-        largest: float = struct.unpack("<f", bits.to_bytes(4, "little"))[0]
-        return cls(first - _BIAS, tuple(bins[first : last + 1]), zeros, bins[0] - zeros, bins[BINS - 1], largest)
 
     @classmethod
     def from_dict(cls, kept: Mapping[str, Any]) -> Exponents:
@@ -60,7 +40,7 @@ class Exponents:
             end = max(self.first + len(self.counts), other.first + len(other.counts))
             counts = tuple(self._at(e) + other._at(e) for e in range(first, end))
         infinite, largest = self.infinite + other.infinite, max(self.largest, other.largest)
-        return Exponents(first, counts, self.zeros + other.zeros, self.tiny + other.tiny, infinite, largest)
+        return Exponents(first, counts, self.zeros + other.zeros, infinite, largest)
 
     def _at(self, exponent: int) -> int:
         index = exponent - self.first
@@ -69,7 +49,7 @@ class Exponents:
     @property
     def some(self) -> int:
         """How many are finite and not zero."""
-        return sum(self.counts) + self.tiny
+        return sum(self.counts)
 
     @property
     def total(self) -> int:
@@ -78,31 +58,22 @@ class Exponents:
 
     def flushed(self, held: Format) -> float:
         """Share of the finite values that are not zero and would round to zero in a format; 0 without any."""
-        return self._below(held.flush_threshold)
-
-    def subnormal(self, held: Format) -> float:
-        """Share of the finite non-zero values that lose bits in a format and are not flushed by it."""
-        return self._below(held.smallest_normal) - self.flushed(held)
+        return self.below(held.flush_threshold)
 
     def times(self, factor: float) -> Exponents:
         """What they are times a power of two; another factor is rounded to one."""
         return replace(self, first=self.first + round(math.log2(factor)), largest=self.largest * factor)
 
-    def saturated(self, held: Format) -> float:
-        """Share of all values that are infinite, NaN, or at or beyond the power of two after a format's largest."""
-        beyond = math.floor(math.log2(held.max)) + 1 - self.first
-        return (self.infinite + sum(self.counts[max(beyond, 0) :])) / max(self.total, 1)
-
     def headroom(self, held: Format) -> float | None:
         """Powers of two between the largest finite magnitude and the largest of a format; None without any."""
         return None if not self.largest else math.log2(held.max) - math.log2(self.largest)
 
-    def _below(self, limit: float) -> float:
-        """Share of the non-zero ones below a limit, to the power of two that it lies at or above."""
+    def below(self, limit: float) -> float:
+        """Share of the finite values that are not zero and below a limit, to the power of two at or under it."""
         if not self.some:
             return 0.0
         end = math.floor(math.log2(limit)) - self.first
-        return (self.tiny + sum(self.counts[: max(end, 0)])) / self.some
+        return sum(self.counts[: max(end, 0)]) / self.some
 
 
 def together(many: Iterable[Exponents]) -> Exponents:
@@ -135,23 +106,11 @@ class Row:
         return self.stored.times(self.in_use / self.scale) if self.kind in GRADIENTS else self.stored
 
     def to_dict(self) -> dict[str, Any]:
-        """For `report.json`; shares are of the values that are not zero, and of float16."""
-        used = self.in_backward
-        room = used.headroom(FP16)
-        return {
-            "module": self.module,
-            "kind": self.kind,
-            "dtype": self.dtype,
-            "values": self.stored.total,
-            "zeros": self.stored.zeros,
-            "largest": self.true.largest,
-            "flushed": used.flushed(FP16),
-            "flushed_unscaled": self.true.flushed(FP16),
-            "subnormal": used.subnormal(FP16),
-            "saturated": used.saturated(FP16),
-            "headroom_bits": None if room is None else round(room, 2),
-            "exponents": {"first": self.true.first, "counts": list(self.true.counts)},
-        }
+        """For `report.json`, without the loss scale."""
+        true = self.true
+        facts = {name: getattr(self, name) for name in ("module", "kind", "dtype")}
+        facts |= {"values": true.total, "zeros": true.zeros, "infinite": true.infinite, "largest": true.largest}
+        return {**facts, "exponents": {"first": true.first, "counts": list(true.counts)}}
 
 
 def rows_of(sample: Mapping[str, Any]) -> list[Row]:

@@ -35,7 +35,6 @@ class Handled(Observer):
     def __init__(
         self, names: Names, keeps_casts: Callable[[], bool], is_library: Callable[[], bool] = lambda: False
     ) -> None:
-        super().__init__()
         self._names, self._keeps_casts, self._is_library = names, keeps_casts, is_library
         self._weights = {key_of(p): p for p in names.parameters()}
         self.gradients: frozenset[int] = frozenset()

@@ -6,7 +6,6 @@ With an example, one forward pass is observed too: on a copy of the model, under
 from __future__ import annotations
 
 import copy
-import traceback
 from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import replace
@@ -30,7 +29,7 @@ from .findings import checks, kinds_of
 from .findings.check import Listeners, counted, without_repeats
 from .findings.events import Deviated, Examined, Raised
 from .hooks import Clock
-from .names import Names, names_of
+from .names import names_of
 from .operators import Observer, Products, Stream, found_by
 from .places import Places, raised_at
 from .records import shown_path
@@ -45,7 +44,6 @@ def examine(
     policy: Policy | str | Mapping[str, Any] = "auto",
     *,
     example: Any = None,
-    loss: Any = None,
 ) -> Report:
     """Findings about a model, its optimizer and a policy, before the first step.
 
@@ -53,7 +51,6 @@ def examine(
     the model's device. `example`: inputs of one forward pass, as a tuple for positional or a mapping for keyword
     arguments, in the dtypes in which the training loop gives them; a tensor stands for a tuple of one. With it, the
     model runs once, on a copy, under the policy, and its operators are judged; without it, what the model holds.
-    `loss`: the loss module or function; it is not called.
 
     The report's `findings` are PA101 to PA105, PA109, PA111, and PA201 or PA207 if the example's output has NaN or inf,
     most harmful first; a healthy model has no error and no warning. Nothing is changed: parameters, buffers, gradients,
@@ -64,30 +61,27 @@ def examine(
     >>> report.findings
     ()
     """
-    _check_kinds(model, optimizer, loss)
+    _check_kinds(model, optimizer)
     inputs = _inputs(example)
     if isinstance(policy, str) and policy.strip().lower() == "auto":
         policy = auto_level(_device_type_of(model, inputs))[0]
     chosen = make_policy(policy)
     found: list[Finding] = []
-    products, out_dtype, ended = None, None, None
+    products, ended = None, None
     if inputs is not None:
         products = Products()
-        out, found, ended = _observe(model, chosen, inputs, products)
-        out_dtype = next((t.dtype for t in tensors(out) if t.is_floating_point()), None)
+        found, ended = _observe(model, chosen, inputs, products)
         products = products if ended is None else None
-    Listeners(checks(), found.append)(Examined(model, optimizer, chosen, loss, products, out_dtype))
+    Listeners(checks(), found.append)(Examined(model, optimizer, chosen, products))
     findings = without_repeats(replace(one, file=shown_path(one.file, Path.cwd())) for one in found)
     return _report(model, chosen, findings, products, ended)
 
 
-def _check_kinds(model: Any, optimizer: Any, loss: Any) -> None:
+def _check_kinds(model: Any, optimizer: Any) -> None:
     if not isinstance(model, nn.Module):
         raise SessionError(f"examine() takes a torch.nn.Module; got {kind_of(model)}")
     if optimizer is not None and not isinstance(optimizer, Optimizer):
         raise SessionError(f"optimizer= is a torch.optim.Optimizer or None; got {kind_of(optimizer)}")
-    if loss is not None and not callable(loss):
-        raise SessionError(f"loss= is the loss module or function, which is not called; got {kind_of(loss)}")
 
 
 def _inputs(example: Any) -> Any:
@@ -150,8 +144,8 @@ def _verdict(findings: tuple[Finding, ...], name: str) -> str:
 
 def _observe(
     model: nn.Module, policy: Policy, example: Any, products: Products
-) -> tuple[Any, list[Finding], Exception | None]:
-    """Run `example` once through a copy of the model under the policy; its output, what observers found, and its error.
+) -> tuple[list[Finding], Exception | None]:
+    """Run `example` once through a copy of the model under the policy; what observers found, and its error.
 
     The model is not touched: the run is on a deep copy, with cloned inputs; random generators and the rules in torch's
     dispatcher are put back. Hooks of the model run on the copy. Raises `SessionError` if the copy cannot be made or
@@ -189,13 +183,15 @@ def _observe(
     origin = trails.origin_of(t for t in tensors(out) if _left_the_range(t))
     found += [*found_by(observers), *([] if origin is None else [origin.finding()])]
     if ended is not None and not _is_refusal(found):
-        report(Raised(type(ended).__name__, str(ended), raised_at(ended)))
+        module = names.raised_in(ended)
+        report(Raised(type(ended).__name__, str(ended), raised_at(ended), module))
         if not _is_refusal(found):
+            inside = f" in module {module!r}" if module else ""
             raise SessionError(
-                f"the example did not run through the model under {policy.level or policy}{_inside(ended, names)}: "
+                f"the example did not run through the model under {policy.level or policy}{inside}: "
                 f"{type(ended).__name__}: {ended}"
             ) from ended
-    return out, found, ended
+    return found, ended
 
 
 def _is_refusal(found: list[Finding]) -> bool:
@@ -223,13 +219,6 @@ def _twin(model: nn.Module, policy: Policy) -> tuple[nn.Module, bool]:
 def _called(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """The call itself: where the search for the user's line stops."""
     return model(*args, **kwargs)
-
-
-def _inside(error: Exception, names: Names) -> str:
-    """Where an error came up: the innermost module that it left."""
-    running = [frame.f_locals.get("self") for frame, _ in traceback.walk_tb(error.__traceback__)]
-    path = next((names.known(one) for one in reversed(running) if isinstance(one, nn.Module) and names.known(one)), "")
-    return f" in module {path!r}" if path else ""
 
 
 def _convert(twin: nn.Module, policy: Policy) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import sys
+import traceback
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -98,6 +99,12 @@ class Names:
     def items(self) -> Iterator[tuple[str, nn.Module]]:
         """(path, module) of all models."""
         return ((path, module) for module, path in list(self._paths.items()))
+
+    def raised_in(self, error: BaseException) -> str | None:
+        """The innermost module that an error has left."""
+        inside = [frame.f_locals.get("self") for frame, _ in traceback.walk_tb(error.__traceback__)]
+        parts = (self.known(one) for one in reversed(inside) if isinstance(one, nn.Module))
+        return next((path for path in parts if path is not None), None)
 
     def wants(self, module: nn.Module) -> bool:
         """Whether a call of this module is one of a model that is followed.

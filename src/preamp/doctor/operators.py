@@ -62,26 +62,27 @@ class Call:
         return [t for t in tensors((self.args, self.kwargs)) if t.is_floating_point()]
 
     @property
-    def where(self) -> dict[str, Any]:
-        """The place, as fields of a finding."""
-        return {"module": self.module, "op": self.base, "direction": "forward", "at": self.at}
+    def numbers(self) -> list[float]:
+        """Numbers among the arguments, also those in a tensor of the CPU's without dimensions."""
+        given = (*self.args, *self.kwargs.values())
+        scalars = [
+            each.item() if isinstance(each, Tensor) and each.is_cpu and not each.dim() else each for each in given
+        ]
+        return [float(each) for each in scalars if type(each) in (int, float)]
 
 
 @cache
 def base_of(func: Any) -> str:
-    """An operator's name without namespace, overload and in-place underscore."""
-    name = str(func).split(".")[1]
+    """An operator's name without namespace, overload and in-place underscore; "" of a function."""
+    name = str(func).split(".")[1] if isinstance(func, torch._ops.OpOverload) else ""
     return name if name.startswith("_") else name.rstrip("_")
 
 
 class Observer:
-    """Is shown operator calls. The base class does nothing, and what is not overridden is not called."""
+    """Is shown operator calls. The base class does nothing."""
 
     everywhere: ClassVar[bool] = False
     """Whether it is shown the backward pass, too, and what an optimizer does."""
-
-    def __init__(self) -> None:
-        self.findings: list[Finding] = []
 
     def begin(self, modules: Mapping[str, nn.Module]) -> None:
         """Before the first call: all modules by path."""
@@ -102,8 +103,9 @@ class Observer:
     def failed(self, error: Exception) -> None:
         """In place of `after`: the operator has raised this."""
 
-    def end(self) -> None:
-        """After the last call: what is found only then joins `findings`."""
+    def found(self) -> list[Finding]:
+        """After the last call: what it has found."""
+        return []
 
 
 class Stream(TorchDispatchMode):
@@ -121,7 +123,6 @@ class Stream(TorchDispatchMode):
         self._threads: set[int] = set()
         """Those in which the mode is there: each has modes of its own."""
         self._is_given_up = False
-        self._note_observers()
         self.is_paused = False
         """Whether what runs now is a library's own business."""
 
@@ -135,7 +136,6 @@ class Stream(TorchDispatchMode):
             if inside is not None:
                 self._places.enter(inside)
         self._observers += new
-        self._note_observers()
         if threading.get_ident() not in self._threads:
             self._threads.add(threading.get_ident())
             self.__enter__()
@@ -143,7 +143,6 @@ class Stream(TorchDispatchMode):
     def remove(self, *observers: Observer) -> None:
         """Show nothing more to these."""
         self._observers = [one for one in self._observers if one not in observers]
-        self._note_observers()
         if not self._observers and self._places is not None:
             self._places.close()
             self._places = None
@@ -183,16 +182,9 @@ class Stream(TorchDispatchMode):
         finally:
             self.is_paused = before
 
-    def _note_observers(self) -> None:
-        everywhere = [one for one in self._observers if one.everywhere]
-        self._wants = _overridden(self._observers, "wants")
-        self._all = len(self._wants) < len(self._observers)
-        self._befores = [_overridden(many, "before") for many in (everywhere, self._observers)]
-        self._afters = [_overridden(many, "after") for many in (everywhere, self._observers)]
-
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if self.is_paused or not (self._all or any(wants(func, args, kwargs) for wants in self._wants)):
+        if self.is_paused or not any(one.wants(func, args, kwargs) for one in self._observers):
             return func(*args, **kwargs)
         call = None
         with self._clock:
@@ -206,8 +198,8 @@ class Stream(TorchDispatchMode):
                 one.failed(error)
             raise
         with self._clock, torch.no_grad():
-            for after in self._afters[call.place.direction == "forward"]:
-                after(call)
+            for one in self._shown(call.place):
+                one.after(call)
         return out
 
     def _before(self, func: Any, args: Any, kwargs: Any) -> Call | None:
@@ -216,27 +208,22 @@ class Stream(TorchDispatchMode):
             return None
         written = written_by(func, args, kwargs)
         place = self._places.place(any(t._is_view() for t in written))
-        forward = place.direction == "forward"
-        if not self._befores[forward] and not self._afters[forward]:
+        shown = self._shown(place)
+        if not shown:
             return None
         call = Call(func, tuple(args), dict(kwargs), place, written, torch.is_grad_enabled())
         with torch.no_grad():
-            for before in self._befores[forward]:
-                before(call)
+            for one in shown:
+                one.before(call)
         return call
 
-
-def _overridden(observers: Iterable[Observer], name: str) -> list[Callable[..., Any]]:
-    """The methods of this name that do anything."""
-    return [getattr(one, name) for one in observers if getattr(type(one), name) is not getattr(Observer, name)]
+    def _shown(self, place: Place) -> list[Observer]:
+        return [one for one in self._observers if one.everywhere or place.direction == "forward"]
 
 
 def found_by(observers: Iterable[Observer]) -> list[Finding]:
     """What observers found, once nothing more comes."""
-    observers = list(observers)
-    for observer in observers:
-        observer.end()
-    return [finding for observer in observers for finding in observer.findings]
+    return [finding for observer in observers for finding in observer.found()]
 
 
 @dataclass(slots=True)
@@ -255,7 +242,6 @@ class Products(Observer):
     """Counts the FLOPs of matrix products and convolutions, 2 for each multiplication and addition."""
 
     def __init__(self) -> None:
-        super().__init__()
         self._by_kind: dict[Any, Product] = {}
 
     def after(self, call: Call) -> None:

@@ -169,6 +169,10 @@ class Place:
         """File and line."""
         return self.file, self.line
 
+    def where(self, op: str) -> dict[str, Any]:
+        """The place of an operator, as fields of a finding."""
+        return {"module": self.module, "op": op, "direction": self.direction, "at": self.at}
+
 
 class Places:
     """Follows modules by hooks and autograd nodes by sequence number, so that any operator has a place.
@@ -275,3 +279,9 @@ def _written(func: Any) -> tuple[tuple[int, str], ...]:
         for index, argument in enumerate(func._schema.arguments)
         if argument.alias_info is not None and argument.alias_info.is_write
     )
+
+
+@cache
+def is_view(func: Any) -> bool:
+    """Whether an operator hands on numbers of its argument, in the same storage."""
+    return any(each.alias_info is not None and not each.alias_info.is_write for each in func._schema.returns)

@@ -21,17 +21,6 @@ Line = tuple[str | None, int | None]
 NOWHERE: Line = (None, None)
 
 
-def spell_line(at: Line) -> str | None:
-    """A line as records have it: "train.py:7"."""
-    return None if at[0] is None else f"{at[0]}:{at[1]}"
-
-
-def parse_line(text: str | None) -> Line:
-    """What `spell_line` made a text of."""
-    file, _, line = (text or "").rpartition(":")
-    return file or None, int(line) if line.isdigit() else None
-
-
 def shown_path(file: str | None, base: Path) -> str | None:
     """A file as a report has it: relative to the base where it lies below; a cell of a notebook has no path."""
     if file is None or file.startswith("<"):
@@ -118,6 +107,12 @@ class Rank:
     def first_taken(self) -> int:
         """How many steps were skipped before the first one that was taken."""
         return next((index for index, step in enumerate(self.steps) if not step["skipped"]), len(self.steps))
+
+    @property
+    def scaler_at(self) -> Line:
+        """Where the script made its last scaler."""
+        file, line = self.facts.get("end", {}).get("scaler_at", NOWHERE)
+        return file, line
 
     def write(self, kind: str, facts: Mapping[str, Any]) -> None:
         """Take one record: this is a sink."""

@@ -1,4 +1,4 @@
-"""A classifier whose own normalisation layer guards its division with 1e-8 inside an fp16 region."""
+"""A classifier whose own normalisation layer guards its division with 1e-8 in an fp16 region; a row is padding."""
 
 import torch
 from torch import nn
@@ -14,7 +14,7 @@ class MaxNorm(nn.Module):
     def forward(self, x):
         peak = x.abs().amax(dim=-1, keepdim=True)
         # healthy: full = x.float()
-        return self.gain * (x / (peak + 1e-8))  # sick: PA101 module=encoder.norm
+        return self.gain * (x / (peak + 1e-8))  # sick: PA101|PA201 module=encoder.norm
         # healthy: peak = full.abs().amax(dim=-1, keepdim=True)
         # healthy: return (self.gain * (full / (peak + 1e-8))).to(x.dtype)
 
@@ -22,7 +22,7 @@ class MaxNorm(nn.Module):
 class Encoder(nn.Module):
     def __init__(self):
         super().__init__()
-        self.proj = nn.Linear(16, 32)
+        self.proj = nn.Linear(16, 32, bias=False)
         self.norm = MaxNorm(32)
 
     def forward(self, x):
@@ -40,6 +40,7 @@ class Net(nn.Module):
 
 
 x, y = torch.randn(32, 16), torch.randint(0, 8, (32,))
+x[-1] = 0
 net = Net()
 opt = torch.optim.SGD(net.parameters(), lr=0.5)
 scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)

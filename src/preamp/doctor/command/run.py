@@ -20,7 +20,7 @@ from ...errors import SessionError
 from ...report import Report
 from ...report.values import format_left
 from ..records import Rank, read_ranks
-from ..tell.comparison import Ran, build_comparison, losses_of, pairs_of, with_comparison
+from ..tell.comparison import Ran, build_comparison, losses_of, pairs_of
 from ..tell.report import NO_STEP, STRICT, build
 from . import HOOK, VARIABLE
 
@@ -106,13 +106,11 @@ def examine_script(
     every: int,
     replay: bool,
     strict: bool,
-    compare: int,
-    progress: Progress,
 ) -> tuple[int, Report, dict[str, Any]]:
     """Run a script to its end under observation; exit status, report, and the content of `report.json`.
 
-    `compare`: so many seeds in mixed and in full precision afterwards, 0 for none. The status is the script's own (128
-    and the number of the signal that ended it), or 3 with `strict` when there is a finding of severity error.
+    The status is the script's own (128 and the number of the signal that ended it), or 3 with `strict` when there is a
+    finding of severity error.
     """
     with tempfile.TemporaryDirectory(prefix="preamp-doctor-") as name:
         folder = Path(name)
@@ -125,11 +123,6 @@ def examine_script(
         ended = _ended(ended_with, limited, ranks[0].facts.get("raised") if ranks else None, ended_by)
         status = _as_a_shell_has_it(ended_with)
         report, content = build(ranks, script.base, script.shown, status, ended, seconds)
-        first = next((rank for rank in ranks if rank.steps), None)
-        if compare and first is not None:
-            losses, skipped = losses_of(first), sum(step["skipped"] for step in first.steps)
-            ran = Ran("mixed-0", False, 0, status, seconds, losses, skipped, findings=report.findings)
-            report, content = with_comparison(report, content, _pairs(script, folder, compare, progress, ran))
     if strict and any(finding.severity == "error" for finding in report.findings):
         status = STRICT
     return status, report, content
@@ -152,17 +145,15 @@ def compare_script(
     return STRICT if worse else failed[True], report, content
 
 
-def _pairs(script: Script, folder: Path, seeds: int, progress: Progress, first: Ran | None = None) -> list[Ran]:
-    """All runs, pair by pair; `first`: the mixed run of offset 0, if there is one already.
+def _pairs(script: Script, folder: Path, seeds: int, progress: Progress) -> list[Ran]:
+    """All runs, pair by pair.
 
     Ctrl-C ends it and keeps the pairs that are whole. Raises `SessionError` as `compare_script` says.
     """
-    runs: list[Ran] = [] if first is None else [first]
+    runs: list[Ran] = []
     total = 2 * seeds
     for offset in range(seeds):
         for full in (False, True):
-            if any((ran.full, ran.offset) == (full, offset) for ran in runs):
-                continue
             what = f"{'full' if full else 'mixed'} precision, seed offset {offset}"
             progress(f"run {len(runs) + 1} of {total}: {what}{time_left(runs, total)}")
             try:

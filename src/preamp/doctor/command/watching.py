@@ -55,8 +55,6 @@ class Watching:
         return write(*self._build(), Path(folder), "report", None)
 
     def _build(self) -> tuple[Report, dict[str, Any]]:
-        if self._open:
-            self._watch.flush()
         ended = "still under way" if self._open else "watched to its end"
         script = [Path(sys.argv[0]).name or "python"] if sys.argv else ["python"]
         return build([self._kept], self._base, script, 0, ended, self._watch.run.clock.seconds)
@@ -69,7 +67,6 @@ class Watching:
         if self._own:
             self._watch.end()
         else:
-            self._watch.flush()
             for sink in (self._kept, *self._sinks):
                 self._watch.run.recorder.remove(sink)
 

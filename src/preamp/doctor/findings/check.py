@@ -56,7 +56,8 @@ class Check:
         for part, message, fix in self.errors:
             if part in event.text:
                 evidence = event.text.splitlines()[0][:300]
-                yield self.finding("error", f"{message} ({event.kind})", fix, at=event.at, evidence=evidence)
+                message = f"{message} ({event.kind})"
+                yield self.finding("error", message, fix, at=event.at, module=event.module, evidence=evidence)
 
     def at_end(self, rank: Rank) -> Iterable[Finding]:
         """What only a whole run shows, from all that one process recorded of its steps."""

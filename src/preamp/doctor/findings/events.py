@@ -25,10 +25,7 @@ class Examined(NamedTuple):
     model: nn.Module
     optimizer: Optimizer | None
     policy: Policy
-    loss: Any
     products: Products | None
-    out_dtype: torch.dtype | None
-    """Of the model's output."""
 
 
 class FirstStep(NamedTuple):
@@ -171,8 +168,7 @@ class Deviated(NamedTuple):
     @property
     def where(self) -> dict[str, Any]:
         """The place, as fields of a finding."""
-        place = self.fact.place
-        return {"module": place.module, "op": self.fact.name, "direction": place.direction, "at": place.at}
+        return self.fact.place.where(self.fact.name)
 
     @property
     def evidence(self) -> dict[str, Any]:
@@ -199,3 +195,4 @@ class Raised(NamedTuple):
     kind: str
     text: str
     at: Line
+    module: str | None = None

@@ -3,23 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 import torch
-from torch import Tensor
 from torch.optim import Optimizer
 
-from ...eps import eps_row, safe_eps
-from ...formats import FP16, name_of
+from ...eps import safe_eps
+from ...formats import name_of
 from ...policy import Policy, policy
 from ...report import Finding
-from ...report.finding import Severity
-from ..operators import Call, Observer
 from ..records import NOWHERE, Line
 from .check import Check, on
-from .events import Examined, WithoutMasters
-
-_ADDS = frozenset({"add", "clamp_min", "clamp", "maximum"})
+from .events import Deviated, Examined, WithoutMasters
 
 
 class PA101(Check):
@@ -53,33 +47,8 @@ class PA101(Check):
                 evidence={"group": row.group, "eps": row.eps, "dtype": dtype, "becomes": row.becomes},
             )
 
-
-class Epsilons(Observer):
-    """Tiny constants added to, or taken as the floor of, a float16 tensor."""
-
-    def before(self, call: Call) -> None:
-        """Judge the constant of an addition or a lower bound."""
-        if call.base not in _ADDS or len(call.args) < 2:
-            return
-        left, eps = call.args[0], _constant(call.args[1])
-        row = None if eps is None else eps_row(0, eps, torch.float16)
-        if row is None or row.fine or not isinstance(left, Tensor) or left.dtype is not torch.float16:
-            return
-        near = bool((left.detach().abs() < FP16.smallest_normal).any())
-        severity: Severity = "info" if not near else "error" if row.verdict == "zero" else "warning"
-        none = "" if near else ", and none came near it yet"
-        self.findings.append(
-            PA101.finding(
-                severity,
-                f"the epsilon {eps:g} is added in float16, where it {row.words}: a denominator of 0 stays 0{none}",
-                "x = x.float()  # before the line that adds it; cast back with .to(dtype) after",
-                **call.where,
-                evidence={"eps": eps, "dtype": "fp16", "becomes": row.becomes},
-            )
-        )
-
-
-def _constant(value: Any) -> float | None:
-    if isinstance(value, Tensor):
-        return float(value) if value.dim() == 0 and value.dtype in (torch.float32, torch.float64) else None
-    return float(value) if isinstance(value, float) else None
+    @on(Deviated)
+    def deviated(self, event: Deviated) -> Iterator[Finding]:
+        """One that is added to a zero, or is the floor of one, and leaves it a zero."""
+        if event.fact.code == "PA101":
+            yield self.of_fact("error", event.fact.vanished, event, "x = x.float()  # before this line")

@@ -19,6 +19,15 @@ class PA104(Check):
         if fact.code != "PA104":
             return
         off = f"loses {fact.error:.0%} of its result to zero" if fact.kind == "lost" else f"is off by {fact.error:.0%}"
+        if fact.kind == "added up":
+            yield self.of_fact(
+                "warning",
+                f"the rounding of {fact.name} in {fact.dtype} adds up: no result is off by more than "
+                f"{fact.inputs:.0%}, and all gradients together are off by {fact.error:.0%}",
+                event,
+                "x = x.float()  # before this line",
+            )
+            return
         if fact.op == "cumsum":
             off = f"is off by {fact.error:.2g} of the terms that it adds up"
         yield self.of_fact(

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from ...report import Finding
-from ..records import NOWHERE, Rank, parse_line, spell_line
+from ..records import NOWHERE, Rank
 from .check import Check, on
 from .events import LossNotScaled, StepBegins
 from .pa203 import longest_without_update
@@ -73,7 +73,7 @@ class PA107(Check):
             fix,
             at=event.at,
             direction="backward",
-            evidence={"compute dtype": "fp16", "scale": 1, "scaler made at": spell_line(event.scaler_at)},
+            evidence={"compute dtype": "fp16", "scale": 1, "scaler made at line": event.scaler_at[1]},
         )
 
     @on(StepBegins)
@@ -133,7 +133,7 @@ class PA107(Check):
     def at_end(self, rank: Rank) -> Iterator[Finding]:
         """A scaler that is never updated, or not where steps are skipped."""
         end, steps = rank.facts.get("end", {}), rank.steps
-        at = parse_line(end.get("scaler_at"))
+        at = rank.scaler_at
         if at == NOWHERE or not any(step["scale"] for step in steps) or len(steps) < 2:
             return
         skipped = longest_without_update(rank)

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from itertools import pairwise
 
 from ...report import Finding
-from ..records import Rank, parse_line
+from ..records import Rank
 from .check import Check
 from .pa203 import START
 
@@ -32,7 +32,7 @@ class PA108(Check):
             "decay run ahead of training",
             "before = scaler.get_scale()\nscaler.step(optimizer)\nscaler.update()\n"
             "if scaler.get_scale() >= before:  # not skipped\n    scheduler.step()",
-            at=parse_line(next((step["schedule_at"] for step in reversed(steps) if step["schedule_at"]), None)),
+            at=tuple(moved[-1]["schedule_at"]),
             step=moved[0]["step"],
             evidence={"moved while skipped": len(moved), "at the start": len(moved) - len(later), "steps": len(steps)},
         )

@@ -8,13 +8,12 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from ...formats import LOW_DTYPES, name_of
-from ...policy import Policy
 from ...report import Finding
 from ..operators import Product
 from ..records import NOWHERE, Line
 from .check import Check, on
 from .events import Examined, Observed, Prepared, RanInThread, RegionMade
-from .pa103 import kept_full
+from .pa111 import kept_full
 
 _REMEMBERED = 20
 _REGION = "with torch.autocast(x.device.type, dtype=torch.bfloat16): ..."
@@ -152,12 +151,12 @@ class PA109(Check):
         if not products or any(p.dtype in LOW_DTYPES for p in products):
             return
         worst, wanted, seen = max(products, key=lambda p: p.flops), name_of(event.policy.compute), _names(products)
-        why, fix = _reason(worst, event.policy)
         yield self.finding(
             "warning",
             f"the policy asks for {wanted}, and all {len(products)} kinds of matmul and conv ran in "
-            f"{' and '.join(seen)}: {why}",
-            fix,
+            f"{' and '.join(seen)}: the policy makes no regions, autocast was off where they ran, or rules keep them",
+            "# remove torch.autocast(..., enabled=False) from the model's forward, and ops=none or rules 'full' from "
+            "the policy; autocast leaves float64 alone: model.float()",
             module=worst.module,
             op=worst.op,
             direction="forward",
@@ -168,14 +167,3 @@ class PA109(Check):
 
 def _names(products: Sequence[Product]) -> list[str]:
     return sorted({name_of(product.dtype) for product in products})
-
-
-def _reason(product: Product, policy: Policy) -> tuple[str, str]:
-    if product.dtype is torch.float64:
-        return "autocast leaves float64 alone", "model.float()  # and inputs: x = x.float()"
-    if policy.ops is None:
-        return "ops=none makes no autocast regions", f"policy = 'compute={name_of(policy.compute)}'  # without ops=none"
-    return (
-        "autocast was off where they ran, or operator rules keep them full",
-        "# remove torch.autocast(..., enabled=False) from the model's forward, and rules 'full' for matmul or conv",
-    )

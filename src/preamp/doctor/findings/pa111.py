@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Sequence
 
 import torch
@@ -10,15 +11,12 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
-from ...formats import LOW_DTYPES, format_of, name_of
 from ...modules import CastingModule, is_norm
-from ...policy import Policy, policy
+from ...policy import Policy
 from ...report import Finding
-from ...report.finding import Severity
 from ..records import NOWHERE, Line
 from .check import Check, on
 from .events import Examined, FirstStep, WithoutMasters
-from .pa103 import kept_full
 
 
 class PA111(Check):
@@ -41,15 +39,13 @@ class PA111(Check):
         if not (prepared and under.masters):
             yield from self._cast_by_hand(model, under)
             yield from self._unmastered(model, event.optimizer, under)
-        yield from self._statistics(model, under)
-        yield from self._rounded_buffers(model, under)
-        yield from self._not_finite(model)
+        yield from (*self._statistics(model), *self._not_finite(model))
 
     @on(FirstStep)
     def first_step(self, event: FirstStep) -> Iterator[Finding]:
         """The same of models whose policy is not known."""
         for model in event.names.models.values():
-            yield from (*self._statistics(model, policy("O0")), *self._not_finite(model))
+            yield from (*self._statistics(model), *self._not_finite(model))
 
     @on(WithoutMasters)
     def without_masters(self, event: WithoutMasters) -> Iterator[Finding]:
@@ -72,28 +68,6 @@ class PA111(Check):
             at=at,
             evidence={"parameters": len(names), "first": names[0], "dtype": "fp16", "masters": False},
         )
-
-    def _rounded_buffers(self, model: nn.Module, under: Policy) -> Iterator[Finding]:
-        """Buffers that a policy without regions stores in 16 bits; others keep those that matter."""
-        if under.params not in LOW_DTYPES or under.has_regions:
-            return
-        for path, module in model.named_modules():
-            for name, buffer in module._buffers.items():
-                if buffer is None or buffer.dtype is not torch.float32 or is_norm(module):
-                    continue
-                if kept_full(path, under) or _loses_nothing(buffer, under.params):
-                    continue
-                dtype, exact = name_of(under.params), buffer.detach()
-                off = ((exact.to(under.params).float() - exact).abs() / exact.abs()).nan_to_num(0.0).max().item()
-                angles = f" and up to {off:.1%} off: frequencies and positions turn that into large angles"
-                limit = round(2 / format_of(under.params).epsilon)
-                yield self.finding(
-                    "warning" if off else "info",
-                    f"the buffer {name} will be {dtype}{angles if off else ''}; a count in it would stop at {limit}",
-                    "session = preamp.prepare(model, optimizer, level='O2')  # keeps buffers that would be rounded",
-                    module=path,
-                    evidence={"buffer": name, "dtype": dtype, "relative error": round(off, 5)},
-                )
 
     def _cast_by_hand(self, model: nn.Module, under: Policy) -> Iterator[Finding]:
         """Parameters that are float16 already where the policy stores float32."""
@@ -131,10 +105,9 @@ class PA111(Check):
             kind = None if optimizer is None else type(optimizer).__name__
             yield self._steps_halves(names, kind, names[0].rpartition(".")[0])
 
-    def _statistics(self, model: nn.Module, under: Policy) -> Iterator[Finding]:
+    def _statistics(self, model: nn.Module) -> Iterator[Finding]:
         """Running statistics of norm layers that are not finite, or float16."""
-        already: list[str] = []
-        later: list[str] = []
+        low: list[str] = []
         for path, module in model.named_modules():
             if not isinstance(module, _NormBase):
                 continue
@@ -150,25 +123,18 @@ class PA111(Check):
                     evidence=broken,
                 )
             if any(t.dtype is torch.float16 for t in held.values()):
-                already.append(path)
-            elif held and under.params is under.norms is torch.float16 and not kept_full(path, under):
-                later.append(path)
-        if already:
-            yield self._low_statistics(already, "are", "error")
-        if later:
-            yield self._low_statistics(later, "will be", "warning")
-
-    def _low_statistics(self, paths: Sequence[str], verb: str, severity: Severity) -> Finding:
-        first = paths[0] or "the model"
-        layers = first if len(paths) == 1 else f"{first} and {len(paths) - 1} more layers"
-        return self.finding(
-            severity,
-            f"the running statistics of {layers} {verb} float16: a variance above 65504 is infinite, and small changes "
-            "of an average are rounded away",
-            f"{_spell(paths[0])}.float()  # each of them; under a policy: norms=fp32",
-            module=paths[0],
-            evidence={"layers": len(paths), "first": paths[0], "dtype": "fp16"},
-        )
+                low.append(path)
+        if low:
+            first = low[0] or "the model"
+            layers = first if len(low) == 1 else f"{first} and {len(low) - 1} more layers"
+            yield self.finding(
+                "error",
+                f"the running statistics of {layers} are float16: a variance above 65504 is infinite, and small "
+                "changes of an average are rounded away",
+                f"{_spell(low[0])}.float()  # each of them; under a policy: norms=fp32",
+                module=low[0],
+                evidence={"layers": len(low), "first": low[0], "dtype": "fp16"},
+            )
 
     def _not_finite(self, model: nn.Module) -> Iterator[Finding]:
         """Parameters that are not finite."""
@@ -201,13 +167,11 @@ def _spell(path: str) -> str:
     return f"model.get_submodule({path!r})" if path else "model"
 
 
-def _loses_nothing(buffer: Tensor, dtype: torch.dtype) -> bool:
-    """Whether a float32 buffer may be a 16-bit one: no entry is rounded, and it looks like a table, say a mask.
-
-    Frequencies and positions must not be rounded, as errors grow with what they are multiplied by. One whose entries
-    are all alike may be a counter or an average that is yet to begin, and would stop moving in 16 bits.
-    """
-    if buffer.numel() < 2 or buffer.is_meta:
-        return False
-    same = buffer == buffer.to(dtype)
-    return bool((same | buffer.isnan()).all()) and not bool((buffer == buffer.flatten()[0]).all())
+def kept_full(path: str, policy: Policy) -> bool:
+    """Whether a rule of the policy keeps a module, or one around it, in float32."""
+    parents = [path]
+    while parents[-1]:
+        parents.append(parents[-1].rpartition(".")[0])
+    return any(
+        precision == "full" and re.fullmatch(pattern, each) for pattern, precision in policy.modules for each in parents
+    )

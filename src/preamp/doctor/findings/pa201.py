@@ -112,6 +112,8 @@ class Diagnosis:
                 f"{fact.name} ({fact.place.direction}) is {lost} in {fact.dtype}, and {spelled(self.origin.op)} at "
                 f"line {self.origin.line} makes {self.origin.kind} of it"
             )
+            if fact.constant is not None:
+                message = f"{fact.vanished}, and {spelled(self.origin.op)} makes {self.origin.kind} of it"
             if fact.code in ("PA114", "PA115"):
                 found = replace(found, code=fact.code, op=fact.name)
             found = replace(found, message=message, file=place.file, line=place.line, module=place.module)
@@ -167,7 +169,8 @@ class PA201(Check):
             "error",
             f"the {'loss was' if is_loss else 'gradients were'} not finite and the step was taken; it could not be "
             "done again, so its origin is not known",
-            "origin = preamp.doctor.find_origin(lambda: loss_fn(model(x), y), models=model)  # where it can be called",
+            "with torch.autograd.detect_anomaly():  # names the backward operator that makes the first NaN\n"
+            "    loss.backward()",
             at=tuple(first["at"]),
             step=first["step"],
             direction="forward" if is_loss else "backward",

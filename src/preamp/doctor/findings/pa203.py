@@ -7,7 +7,7 @@ from itertools import pairwise
 from typing import Any
 
 from ...report import Finding
-from ..records import Rank, parse_line
+from ..records import Rank
 from .check import Check
 
 START = 5
@@ -28,6 +28,18 @@ class PA203(Check):
         steps = rank.steps
         scales = [step["scale"] for step in steps if step["scale"]]
         if not scales:
+            return
+        made = sum(step.get("scalers", 0) for step in steps)
+        if len(steps) >= FEWEST and made > len(steps) / 2:
+            skipped = sum(step["skipped"] for step in steps)
+            yield self.finding(
+                "error" if 2 * skipped > len(steps) else "warning",
+                f"{made} scalers were made in {len(steps)} steps: each begins at its first scale and forgets what the "
+                "one before has learnt, so the scale never adapts, and where it is too large every step is skipped",
+                "scaler = torch.amp.GradScaler()  # once, before the loop",
+                at=rank.scaler_at,
+                evidence={"scalers": made, "steps": len(steps), "skipped": skipped},
+            )
             return
         start, skips = rank.first_taken, [step["step"] for step in steps if step["skipped"]]
         first, last = scales[0], scales[-1]
@@ -75,9 +87,8 @@ class PA203(Check):
         lows = rank.many.get("overflow", [])
         found = {name: lows[-1].get(name) if lows else None for name in ("module", "op", "direction", "file", "line")}
         at = (found.pop("file"), found.pop("line"))
-        skipped = (step for step in reversed(rank.steps) if step["skipped"] and step.get("loss_at"))
-        loss = next(skipped, None)
-        return {**found, "at": at if at[1] is not None or loss is None else parse_line(loss["loss_at"])}
+        loss = next((step for step in reversed(rank.steps) if step["skipped"] and step.get("loss_at")), None)
+        return {**found, "at": at if at[1] is not None or loss is None else tuple(loss["loss_at"])}
 
     def among(self, ranks: Sequence[Rank]) -> Iterator[Finding]:
         """One process skips a step that another takes, or scales by another number: their weights part."""
@@ -106,7 +117,7 @@ def longest_without_update(rank: Rank) -> range | None:
     """The longest run of skipped steps between which the script never updated its scaler, of START or more."""
     end = rank.facts.get("end", {})
     updates = [step["updates"] for step in rank.steps[1:]] + [end.get("updates", 0)]
-    if not end.get("scaler_at") or not sum(updates):
+    if rank.scaler_at[0] is None or not sum(updates):
         return None
     longest = range(0)
     first = 0

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -28,8 +27,8 @@ class Tops(Observer):
     """The largest result of each module and operator counts, and of what follows from it the first."""
 
     def __init__(self) -> None:
-        super().__init__()
-        self._tops: dict[tuple[str | None, str], tuple[float, dict[str, Any]]] = {}
+        self._tops: dict[tuple[str | None, str], float] = {}
+        self._found: dict[tuple[str | None, str], Finding] = {}
 
     def after(self, call: Call) -> None:
         """Compare one result."""
@@ -38,23 +37,22 @@ class Tops(Observer):
             return
         if not any(t.dtype is torch.float16 for t in call.inputs):
             return  # a cast: the number is older than this line
-        top = float(out.abs().max())
+        key, top = (call.module, call.base), float(out.abs().max())
         if top == FP16.max and call.base in _FILLS:
             return  # torch.finfo(dtype).min as a mask: meant to be there
-        if NEAR_TOP <= top <= FP16.max and top > self._tops.get((call.module, call.base), (0.0,))[0]:
-            self._tops[call.module, call.base] = top, call.where
+        if max(NEAR_TOP, self._tops.get(key, 0.0)) <= top <= FP16.max:
+            room = round(math.log2(FP16.max / top), 2)
+            self._tops[key] = top
+            self._found[key] = PA205.finding(
+                "warning",
+                f"{call.base} gave {top:.5g} in float16, less than 2 bits below the largest number, 65504: a batch or "
+                "a learning rate away from infinity",
+                "x = x.float()  # before this line, or scale what it multiplies: attention by 1 / sqrt(d), sums by 1 / "
+                "n",
+                **call.place.where(call.base),
+                evidence={"largest magnitude": top, "dtype": "fp16", "headroom in bits": room},
+            )
 
-    def end(self) -> None:
+    def found(self) -> list[Finding]:
         """One of each module and operator."""
-        self.findings += [_near(top, where) for top, where in self._tops.values()]
-
-
-def _near(top: float, where: dict[str, Any]) -> Finding:
-    return PA205.finding(
-        "warning",
-        f"{where['op']} gave {top:.5g} in float16, less than 2 bits below the largest number, 65504: a batch or a "
-        "learning rate away from infinity",
-        "x = x.float()  # before this line, or scale what it multiplies: attention by 1 / sqrt(d), sums by 1 / n",
-        **where,
-        evidence={"largest magnitude": top, "dtype": "fp16", "headroom in bits": round(math.log2(FP16.max / top), 2)},
-    )
+        return list(self._found.values())

@@ -12,14 +12,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from ...formats import LOW_DTYPES, format_of, name_of
 from ..findings import kinds_of
 from ..findings.events import Recomputed
-from ..findings.pa105 import misfits
 from ..handled import Handled
 from ..measure import key_of
 from ..names import Names
-from ..operators import Observer, Product, Products, dimensions
+from ..operators import Observer, Products
 from ..places import users_line
 from ..shadow.absorbed import Changes
 from ..shadow.execution import Shadowed
@@ -92,6 +90,8 @@ def emit_changes(changes: Changes, run: Run, step: int) -> None:
         event.step = step
         if event.goes_on or event.buffer is not None:  # what a buffer is now was made of what it was
             run.emit(event)
+            if event.counts and event.optimizer is None:
+                run.counters[event.at] = event
 
 
 def _find_owners(event: Absorbed, run: Run) -> None:
@@ -111,33 +111,6 @@ def _find_owners(event: Absorbed, run: Run) -> None:
         event.made_at = run.backward_at
 
 
-def product_rows(products: Products, modules: Mapping[str, nn.Module]) -> list[dict[str, Any]]:
-    """Every kind of matrix product and convolution of a forward pass: shape, dtype, share, tensor cores; largest first.
-
-    `fills`: whether NVIDIA's tensor cores run it at the full speed of 16 bits, by its dtype and the multiples that they
-    want of its dimensions; `why` says what keeps them. Devices that have no such cores are judged alike.
-    """
-    rows = []
-    for product in sorted(products.all, key=lambda one: -one.flops):
-        module = None if product.module is None else modules.get(product.module)
-        dims = dimensions(product, module)
-        why = _why_not(product, dims)
-        share = product.flops / products.flops if products.flops else 0.0
-        facts = {"module": product.module, "op": product.op, "dtype": name_of(product.dtype)}
-        rows.append({**facts, "shape": dict(dims or product.dims), "share": share, "fills": why is None, "why": why})
-    return rows
-
-
-def _why_not(product: Product, dims: tuple[tuple[str, int], ...]) -> str | None:
-    dtype = product.dtype
-    if dtype not in LOW_DTYPES:
-        return name_of(dtype)
-    if not dims:
-        return "grouped convolution"
-    odd = ", ".join(f"{name}={size}" for name, size in misfits(dims, dtype).items())
-    return f"{odd}: no multiple of {format_of(dtype).multiple}" if odd else None
-
-
 def dtypes_of(names: Names) -> dict[str, int]:
     """How many numbers of the parameters have each dtype."""
     found: Counter[str] = Counter()
@@ -146,12 +119,11 @@ def dtypes_of(names: Names) -> dict[str, int]:
     return dict(found)
 
 
-def audit(products: Products, names: Names, parameters: Mapping[str, int]) -> dict[str, Any]:
+def audit(products: Products, parameters: Mapping[str, int]) -> dict[str, Any]:
     """The record of a step's forward pass; `parameters`: their dtypes then."""
     return {
         "flops": products.flops,
         "low_share": products.low_share,
         "low": sorted({str(product.dtype).removeprefix("torch.") for product in products.low}),
         "parameters": dict(parameters),
-        "products": product_rows(products, dict(names.items())),
     }

@@ -14,15 +14,16 @@ from torch.utils._python_dispatch import _disable_current_modes
 from ...autocast import MARKER
 from ...tree import tensors
 from ..findings.check import without_repeats
-from ..findings.events import Observed, Prepared, RanInThread
+from ..findings.events import Deviated, Observed, Prepared, RanInThread
 from ..findings.pa202 import row_of
 from ..measure import key_of
 from ..names import unwrapped
 from ..operators import Stream, found_by
 from ..places import Places
 from ..shadow.absorbed import Changes
+from ..shadow.execution import OFF
 from ..shadow.facts import GradientsRead
-from ..shadow.values import gradients_as_stored, gradients_beside
+from ..shadow.values import gradients_beside
 from .audit import Look, audit, dtypes_of, emit_changes
 from .evaluation import Evaluation
 from .magnitudes import Telemetry
@@ -51,9 +52,6 @@ class Inspection:
         self._changes_in = 0
         """That step."""
         self._telemetry: Telemetry | None = None
-        self._done: Telemetry | None = None
-        """That of the last step, until the weights that it left are seen."""
-        self._taken = False
         self._turn, self._opened = -1, 0
         self._again, self._again_in = False, -1
         """Whether this step is to be replayed for observation, and the last turn that was."""
@@ -66,7 +64,6 @@ class Inspection:
         self.evaluation.end()
         if turn != self._turn:
             self._close_changes()
-        self.settle()
         if self.every is None:
             return
         self._opened = self._opened + 1 if turn == self._turn else 1
@@ -170,8 +167,6 @@ class Inspection:
         """Gradients have arrived; code that reads them may read scaled ones."""
         if self._look is not None:
             self._look.parameters = dtypes_of(self._run.names)  # before an unscaling lets them hold masters
-            with torch.no_grad(), _disable_current_modes():
-                self._look.shadowed.gradients_came(p.grad for p in self._run.names.parameters())
             self._compare_gradients(self._look, self._scales.of_backward)
         if self._telemetry is not None:
             self._telemetry.close()
@@ -189,15 +184,15 @@ class Inspection:
 
     def _compare_gradients(self, look: Look, scale: float, grads: Sequence[Tensor | None] | None = None) -> None:
         """Gradients of the models' parameters, or these, have just been computed, with this scale on them."""
-        if not (self._scales.in_half and look.shadowed.shadows.whole):
-            return
-        parameters = self._run.names.parameters()
-        given = zip(parameters, [p.grad for p in parameters] if grads is None else grads, strict=True)
+        shadowed, parameters = look.shadowed, self._run.names.parameters()
+        grads = [p.grad for p in parameters] if grads is None else grads
         with torch.no_grad(), _disable_current_modes():
-            shadowed = look.shadowed
-            causes = shadowed.causes.items()
-            excused = {key for key, one in causes if one.kind == "not finite" or one.place.direction == "forward"}
-            look.exact |= gradients_beside(given, shadowed.shadows, self._run.names, scale, excused)
+            shadowed.gradients_came(grads)
+            if self._scales.in_half and shadowed.shadows.whole:
+                causes = shadowed.causes.items()
+                excused = {key for key, one in causes if one.kind == "not finite" or one.place.direction == "forward"}
+                given = zip(parameters, grads, strict=True)
+                look.exact |= gradients_beside(given, shadowed.shadows, self._run.names, scale, excused)
 
     def gradients_are_true(self) -> None:
         """They have been unscaled, or are about to be: code that reads them now reads true gradients."""
@@ -206,33 +201,25 @@ class Inspection:
 
     def before_step(self, optimizer: Optimizer | None) -> None:
         """All gradients of the step have arrived."""
-        run, look = self._run, self._look
+        run, scales, look = self._run, self._scales, self._look
         self._judge()
-        if look is not None and (look.exact or self._scales.in_half) and not run.bad:
-            self._read_gradients(look)
+        if look is not None and look.exact and not run.bad:
+            rows, scale = sorted(look.exact.values(), key=lambda one: (-one.lost, -one.relative)), scales.of_backward
+            run.emit(GradientsRead(rows, scale))
+            run.recorder.write("underflow", step=run.step, scale=scale, rows=list(map(row_of, rows)))
         telemetry = self._telemetry
         if telemetry is not None and not telemetry.has_weights:
             known = {id(p) for p in run.names.parameters()}
             own = [p for group in optimizer.param_groups for p in group["params"]] if optimizer is not None else []
             own = [p for p in own if id(p) in known]  # an optimizer of masters has others
-            telemetry.weights(own or run.names.parameters(), self._scales.on_gradients)
+            telemetry.weights(own or run.names.parameters(), scales.on_gradients)
 
-    def _read_gradients(self, look: Look) -> None:
-        """Tell what float16 lost of them: seen beside their shadows, else told from what is left."""
-        run, scale = self._run, self._scales.of_backward
-        rows = sorted(look.exact.values(), key=lambda one: (-one.lost, -one.relative))
-        if not rows:
-            run.emit(GradientsRead(gradients_as_stored(run.names, self._scales.on_gradients), scale, is_exact=False))
-            return
-        run.emit(GradientsRead(rows, scale, is_exact=True))
-        run.recorder.write("underflow", step=run.step, scale=scale, rows=list(map(row_of, rows)))
-
-    def attempted(self, taken: bool) -> None:
-        """The step was taken or skipped. What it changed is counted later: masters may not be copied back yet."""
+    def attempted(self) -> None:
+        """The step was taken or skipped."""
         self._run.stream.leave()
-        if self._telemetry is not None:
-            self._telemetry.close()
-            self._done, self._telemetry, self._taken = self._telemetry, None, taken
+        telemetry, self._telemetry = self._telemetry, None
+        if telemetry is not None:
+            self._run.recorder.write("telemetry", **telemetry.facts())
 
     def _close_changes(self) -> None:
         changes, self._changes = self._changes, None
@@ -245,9 +232,11 @@ class Inspection:
         self.evaluation.end()
         self._judge()
         self._close_changes()
-        if self._telemetry is not None:
-            self.attempted(taken=False)
-        self.settle()
+        self.attempted()
+        with torch.no_grad(), _disable_current_modes():
+            for event in self._run.counters.values():
+                if event.stayed < event.moved and event.stands_still():  # since it was looked at
+                    self._run.emit(replace(event, stayed=event.moved))
 
     def give_up(self) -> None:
         """End the inspection and judge nothing."""
@@ -255,14 +244,7 @@ class Inspection:
             self._look.recomputation.close()
         if self._telemetry is not None:
             self._telemetry.close()
-        self._look = self._changes = self._telemetry = self._done = self.every = None
-
-    def settle(self) -> None:
-        """Record the counts of the last step, whose weights are seen now."""
-        done, self._done = self._done, None
-        if done is not None:
-            done.updates(self._taken)
-            self._run.recorder.write("telemetry", **done.facts())
+        self._look = self._changes = self._telemetry = self.every = None
 
     def _judge(self) -> None:
         """Stop observing operators, and report what they showed."""
@@ -284,12 +266,15 @@ class Inspection:
         facts = [one for one in seen.facts if one.place.direction == "forward" or one.kind == "made"]
         facts = facts[:FACTS]
         run.recorder.write("shadow", step=run.step, **seen.shadowed.told())
-        trials = run.trials(run.losses, scales.seed) if facts and self._replay else None
+        adds_up = not facts and seen.shadowed.gradients_off >= OFF and not run.bad
+        trials = run.trials(run.losses, scales.seed) if (facts or adds_up) and self._replay else None
         run.tell(facts, trials, bool(scales.sessions))
+        if adds_up and trials is not None and (found := trials.adds_up()) is not None:
+            run.emit(Deviated(*found))
         self.ran_low |= bool(seen.products.low)
         run.emit(Observed(seen.products, seen.modules, seen.handled, scales.scale or 1.0, [*self._prepared()]))
         parameters = seen.parameters or dtypes_of(run.names)
-        run.recorder.write("audit", step=run.step, **audit(seen.products, run.names, parameters))
+        run.recorder.write("audit", step=run.step, **audit(seen.products, parameters))
 
     def _prepared(self) -> Iterator[Prepared]:
         for session in self._scales.sessions:

@@ -1,11 +1,10 @@
-"""The magnitudes of one step, by module: activations and their gradients, weights, their gradients, and updates."""
+"""The magnitudes of one step, by module: activations and their gradients, weights and theirs."""
 
 from __future__ import annotations
 
 import threading
 import weakref
 from collections.abc import Iterable
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict
 from typing import Any
 
@@ -15,9 +14,9 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from ...formats import name_of
 from ...tree import tensors
-from ..exponents import UPDATE, Exponents
+from ..exponents import Exponents
 from ..hooks import Clock
-from ..measure import count_each, values_here
+from ..measure import spread_of, values_here
 from ..names import Names
 
 
@@ -31,11 +30,12 @@ class Telemetry:
         self.backward_scale = 1.0
         """On the loss, and so on the activations' gradients."""
         self._names, self._clock = names, clock
-        self._counts: dict[tuple[str, str, str], list[Tensor]] = {}
+        self._counts: dict[tuple[str, str, str], Exponents] = {}
         self._hook: Any = None
         self._outputs: dict[tuple[int, int], weakref.ref[Tensor]] = {}
         self._hooked: set[str] = set()
-        self._before: list[tuple[str, Tensor, Tensor]] = []
+        self.has_weights = False
+        """Whether the weights of this step have been counted."""
         self.regions: tuple[str, ...] = ()
         """Device types for which autocast is on where the model was called."""
         self.outside: list[str] = []
@@ -88,56 +88,28 @@ class Telemetry:
         return count
 
     def _count(self, path: str, kind: str, tensor: Tensor) -> None:
-        self._count_each([(path, kind, tensor)])
-
-    def _count_each(self, many: Iterable[tuple[str, str, Tensor]]) -> None:
-        held = [(path, kind, values_here(tensor.detach())) for path, kind, tensor in many]
-        held = [(path, kind, tensor) for path, kind, tensor in held if tensor.device.type != "meta" and tensor.numel()]
-        with _no_modes(), torch.no_grad():
-            counts = count_each([tensor for *_, tensor in held])
-        for (path, kind, tensor), count in zip(held, counts, strict=True):
-            self._counts.setdefault((path, kind, name_of(tensor.dtype)), []).append(count)
-
-    @property
-    def has_weights(self) -> bool:
-        """Whether the weights of this step have been counted."""
-        return bool(self._before)
+        if tensor.is_meta:
+            return
+        key = path, kind, name_of(tensor.dtype)
+        with _disable_current_modes(), torch.no_grad():
+            self._counts[key] = self._counts.get(key, Exponents(0, ())) + spread_of(values_here(tensor.detach()))
 
     def weights(self, parameters: Iterable[Tensor], scale: float) -> None:
-        """Count weights and their gradients, just before a step; the weights are kept to compute the update."""
-        self.scale = scale
-        counted: list[tuple[str, str, Tensor]] = []
+        """Count weights and their gradients, just before a step."""
+        self.scale, self.has_weights = scale, True
         for parameter in parameters:
             path = self._names.owners.get(id(parameter))
             grad = parameter.grad
-            if path is None or grad is None or grad.layout is not torch.strided:
-                continue
-            counted.append((path, "weight", parameter))
-            counted.append((path, "gradient", grad))
-            self._before.append((path, parameter, values_here(parameter.detach()).clone()))
-        self._count_each(counted)
-
-    def updates(self, taken: bool) -> None:
-        """Count what the step added to the weights, once that is done."""
-        before, self._before = self._before, []
-        counted: list[tuple[str, str, Tensor]] = []
-        for path, parameter, old in before if taken else ():
-            new = values_here(parameter.detach())
-            if old.shape == new.shape and old.dtype == new.dtype:
-                counted.append((path, UPDATE, new - old))
-        self._count_each(counted)
+            if path is not None and grad is not None and grad.layout is torch.strided:
+                self._count(path, "weight", parameter)
+                self._count(path, "gradient", grad)
 
     def facts(self) -> dict[str, Any]:
         """Step, scales and `rows` of {module, kind, dtype} with the fields of `Exponents`."""
         self.close()
-        rows = []
-        for (module, kind, dtype), vectors in self._counts.items():
-            counts = torch.stack(vectors)
-            whole = [*counts[:, :-1].sum(0).tolist(), int(counts[:, -1].max())]
-            rows.append({"module": module, "kind": kind, "dtype": dtype, **asdict(Exponents.of(whole))})
+        rows = [
+            {"module": module, "kind": kind, "dtype": dtype, **asdict(counts)}
+            for (module, kind, dtype), counts in self._counts.items()
+            if counts.total
+        ]
         return {"step": self.step, "scale": self.scale, "backward_scale": self.backward_scale, "rows": rows}
-
-
-def _no_modes() -> AbstractContextManager[Any]:
-    """A context in which no mode sees operators; there seldom is one, and asking costs less than setting none aside."""
-    return _disable_current_modes() if torch._C._len_torch_dispatch_stack() else nullcontext()

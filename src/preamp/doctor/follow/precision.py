@@ -7,16 +7,22 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.utils._python_dispatch import _disable_current_modes
 
 from ...autocast import autocast
 from ...formats import LOW_DTYPES
 from ..findings.events import ModuleCast, RegionMade, WeightsChanged
 from ..names import WRAPPERS, unwrapped
 from ..places import users_line
+from ..shadow.values import WIDE, has_shadow
 from .run import Run
 
 _PARALLEL = WRAPPERS - {"OptimizedModule", "_LightningModuleWrapperBase", "_FabricModule"}
+
+
+TABLE = 1 << 14
+"""Numbers of a tensor up to which it is a table."""
 
 
 class Precision:
@@ -37,6 +43,8 @@ class Precision:
         wrap(torch.autocast, "__exit__", self._exit)
         for name in ("half", "bfloat16", "to"):
             wrap(nn.Module, name, self._cast)
+        for name in ("to", "type", "half", "bfloat16"):
+            wrap(Tensor, name, self._cast_tensor)
         wrap(torch, "compile", self._compile)
         wrap(nn.Module, "compile", self._compile)
         for module in self._run.names.given:
@@ -94,6 +102,16 @@ class Precision:
                 path = self._run.names.get(unwrapped(module))
                 self._run.emit(ModuleCast(kind, path, name, in_region, kind in _PARALLEL, users_line()))
         return original(module, *args, **kwargs)
+
+    def _cast_tensor(self, original: Any, tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
+        """Remember what a table was before the script cast it, until the first step is over."""
+        out = original(tensor, *args, **kwargs)
+        low = isinstance(out, Tensor) and out.dtype in LOW_DTYPES and tensor.is_floating_point()
+        new = low and out is not tensor and not out.is_inference() and has_shadow(out)
+        if new and out.numel() <= TABLE and self._run.turn == 0:
+            with self._run.clock, torch.no_grad(), _disable_current_modes():
+                self._run.tape.readings.casts[out] = out._version, tensor.detach().to(WIDE)
+        return out
 
     def _compile(self, original: Any, *args: Any, **kwargs: Any) -> Any:
         out = original(*args, **kwargs)

@@ -25,7 +25,7 @@ from ..places import Places, raised_at
 from ..records import NOWHERE, Line, Recorder, shown_path
 from ..replay.tape import Tape
 from ..replay.trials import Trials
-from ..shadow.facts import Fact
+from ..shadow.facts import Absorbed, Fact
 from ..shadow.source import Readings
 
 
@@ -46,6 +46,8 @@ class Run:
         """Attempts to step, taken or skipped, by the optimizer's id."""
         self.losses: list[Tensor] = []
         """What went back in this step."""
+        self.counters: dict[Line, Absorbed] = {}
+        """What counts in 16 bits, by line, as it was seen last."""
         self.backward_at = self.stepped_at = NOWHERE
         self.in_model = self.in_backward = False
         self.bad: str | None = None
@@ -122,7 +124,8 @@ class Run:
     def raised(self, error: BaseException, trace: Any = None) -> None:
         """An error came up in a model, its loss or a scaler; a script may catch it and go on."""
         if self.is_own:
-            self.emit(Raised(type(error).__name__, str(error), raised_at(error, trace)))
+            module = self.names.raised_in(error)
+            self.emit(Raised(type(error).__name__, str(error), raised_at(error, trace), module))
 
     def noting_errors(self, around: Callable[..., Any]) -> Callable[..., Any]:
         """The same function, with its errors reported."""

@@ -12,9 +12,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from ...errors import PreampError
+from ...errors import PreampError, SessionError
 from ...session import Session, SessionScaler
-from ...session import _step as session_step
 from ..findings.events import Clipper, GradientsClipped
 from ..hooks import subclasses
 from ..places import users_line
@@ -42,8 +41,7 @@ class Scalers:
         for kind in subclasses(scaler):
             self._follow(kind)
         patches.wrap(Session, "__init__", self._made_session)
-        # A session refuses a step that went past it: an error that is a finding.
-        patches.wrap(session_step, "check_own_step", self._run.noting_errors(lambda original, *args: original(*args)))
+        patches.wrap(SessionError, "__init__", self._refused)
         patches.wrap(Session, "scale", self._session_scale)
         patches.wrap(Session, "backward", self._session_backward)
         patches.wrap(Session, "unscale_", self._session_unscale)
@@ -101,6 +99,7 @@ class Scalers:
         original(scaler, *args, **kwargs)
         if scaler.is_enabled() and not isinstance(scaler, SessionScaler):  # whose session updates the scale in its step
             self._scales.scaler_at = users_line()
+            self._scales.scalers += 1
 
     def _scale(self, original: Any, scaler: Any, outputs: Any) -> Any:
         out = original(scaler, outputs)
@@ -140,6 +139,11 @@ class Scalers:
     def _made_session(self, original: Any, session: Session, *args: Any, **kwargs: Any) -> None:
         original(session, *args, **kwargs)
         self._scales.sessions.add(session)
+
+    def _refused(self, original: Any, error: SessionError, *args: Any) -> None:
+        """A session refuses something, which may be a finding also where the script catches the error."""
+        original(error, *args)
+        self._run.raised(error)
 
     def _by_session(self, session: Session, name: str | None, scaled: Tensor | None = None) -> None:
         """A session scales a loss of this name."""

@@ -22,7 +22,7 @@ from ...session import Session
 from ..findings.events import LossNotScaled, StepBegins
 from ..findings.pa107 import like_a_scale
 from ..places import called_by_preamp, users_line
-from ..records import NOWHERE, Line, spell_line
+from ..records import NOWHERE, Line
 from .run import Run
 
 _BY_HAND = 8
@@ -57,8 +57,8 @@ class Scales:
         self.scaler_at = self.schedule_at = NOWHERE
         self.updated_at: Line | None = None
         """Where the scale was updated since the last backward pass."""
-        self.updates = self.schedules = 0
-        """Since the last attempt to step."""
+        self.updates = self.schedules = self.scalers = 0
+        """Since the last attempt to step; the third: scalers of torch's that were made."""
         self._loss_at = NOWHERE
         """Where a loss was last scaled."""
         self._scaled: list[tuple[weakref.ref[Tensor], float]] = []
@@ -183,10 +183,11 @@ class Scales:
         facts = {
             "schedules": self.schedules,
             "updates": self.updates,
-            "schedule_at": spell_line(self.schedule_at),
-            "loss_at": spell_line(self._loss_at),
+            "scalers": self.scalers,
+            "schedule_at": self.schedule_at,
+            "loss_at": self._loss_at,
         }
-        self.schedules = self.updates = 0
+        self.schedules = self.updates = self.scalers = 0
         return facts
 
 

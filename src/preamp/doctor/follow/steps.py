@@ -212,7 +212,7 @@ class Steps:
             optimizer = optimizer or next(iter(run.optimizers.values()), None)
             step, bad = run.attempts.get(id(optimizer), 0), run.bad
             skipped = self._soundness.stepped(skipped)
-            self._inspection.attempted(taken=not skipped)
+            self._inspection.attempted()
             run.recorder.write(
                 "step",
                 step=step,

@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from ...tree import tensors
 from ..names import Names
 from ..places import users_line
-from ..records import Recorder, spell_line
+from ..records import Recorder
 from .inspection import Inspection
 from .precision import Precision
 from .run import Run
@@ -98,12 +98,8 @@ class Watch:
         run.tape.clear()
         run.stream.leave()
         if run.attempts:
-            counts = {**self.scales.since_last(), "scaler_at": spell_line(self.scales.scaler_at)}
+            counts = {**self.scales.since_last(), "scaler_at": self.scales.scaler_at}
             run.recorder.write("end", spent=run.clock.spent, seconds=run.clock.seconds, **counts)
-
-    def flush(self) -> None:
-        """Record what is known of the steps so far."""
-        self._inspection.settle()
 
     # -- model calls: the outermost of a model that is trained; what it calls inside is not followed
 

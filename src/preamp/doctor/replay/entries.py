@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -107,13 +106,6 @@ def _autocast_as(kind: str, on: bool, dtype: torch.dtype) -> Iterator[None]:
             torch.clear_autocast_cache()
         torch.set_autocast_enabled(kind, before[0])
         torch.set_autocast_dtype(kind, before[1])
-
-
-@cache
-def schema_name(func: Any) -> str:
-    """Cached, as torch builds the schema each time; "" of `torch.autograd.grad`, which is no operator."""
-    name: str = func._schema.name if hasattr(func, "_schema") else ""
-    return name
 
 
 def identity_of(tensor: Tensor) -> StorageWeakRef | None:

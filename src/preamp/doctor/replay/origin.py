@@ -8,8 +8,7 @@ softmax removes again does no harm.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import ExitStack
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -19,12 +18,9 @@ from torch import Tensor, nn
 from ...formats import name_of
 from ...tree import tensors
 from ..findings.pa201 import Operand, Origin
-from ..hooks import Clock
 from ..measure import key_of, storage_bytes
-from ..names import Models, names_of
-from ..operators import Call, Observer, Stream
-from ..places import UNINITIALISED, Places
-from .restore import eager, put_back_leaves, untouched
+from ..operators import Call, Observer
+from ..places import UNINITIALISED, is_view
 
 _CARRIERS = 20
 
@@ -33,12 +29,6 @@ _CONSTANTS = frozenset({
     "constant_pad_nd", "lift", "lift_fresh", "lift_fresh_copy",
 })  # fmt: skip
 """Operators that write a constant: what they write is meant to be there."""
-_MOVERS = frozenset({
-    "_to_copy", "clone", "detach", "alias", "view", "_unsafe_view", "reshape", "t", "transpose", "permute",
-    "expand", "slice", "select", "squeeze", "unsqueeze", "split", "unbind", "copy", "cat", "stack",
-    "index_select", "narrow", "unfold", "as_strided",
-})  # fmt: skip
-"""Operators that only hand data on: the next operator that computes with it is its first consumer."""
 _SAME = ("detach", "alias")
 """Autograd's own handling of saved tensors: not worth a carrier's line."""
 
@@ -50,7 +40,6 @@ class _Trail:
     origin: Origin
     number: int
     meant: float = 0.0
-    only_moved: bool = False
     carriers: dict[tuple[str | None, str, str], None] = field(default_factory=dict)
 
 
@@ -60,7 +49,6 @@ class Trails(Observer):
     everywhere = True
 
     def __init__(self) -> None:
-        super().__init__()
         self._sources: dict[int, str] = {}
         """Parameters and buffers by storage."""
         self._trails: dict[int, _Trail] = {}
@@ -99,6 +87,8 @@ class Trails(Observer):
             return
         inputs = [_operand_of(tensor) if operand is None else operand for tensor, operand, _ in read]
         bad = [(trail, t) for seen, (t, _, trail) in zip(inputs, read, strict=True) if seen.inf or seen.nan]
+        if (is_view(call.func) or call.base == "copy") and not any(trail for trail, _ in bad):
+            return  # data: who computes with it comes later
         output = _operand_of(sick[0])
         first = Origin(
             place.module,
@@ -109,7 +99,7 @@ class Trails(Observer):
             inputs=tuple(inputs),
             output=output,
             kind="nan" if output.nan else "inf",
-            constants=tuple(_numbers_in(call)),
+            constants=tuple(call.numbers),
             own=place.own,
         )
         trail = self._trail(call.base, first, bad, sick)
@@ -151,11 +141,7 @@ class Trails(Observer):
         incoming = sorted((trail for trail, _ in bad if trail and not trail.meant), key=lambda trail: trail.number)
         if incoming:
             trail = incoming[0]
-            if trail.only_moved and name not in _MOVERS:
-                trail.only_moved = False
-                trail.origin = replace(here, from_data=True, source=trail.origin.source)
-                trail.carriers.clear()
-            elif name not in _SAME and len(trail.carriers) < _CARRIERS:
+            if name not in _SAME and len(trail.carriers) < _CARRIERS:
                 trail.carriers.setdefault((here.module, here.op, here.direction))
             return trail
         meant = [trail.meant for trail, _ in bad if trail]
@@ -175,44 +161,12 @@ class Trails(Observer):
             softmax = seen == {-math.inf} and "softmax" in name
             if not softmax:
                 source = next((self._sources[key_of(t)] for t in strangers if key_of(t) in self._sources), None)
-                return self._new(replace(here, from_data=True, source=source), only_moved=name in _MOVERS)
+                return self._new(replace(here, from_data=True, source=source))
         return self._new(here)
 
     def _new(self, origin: Origin, **facts: Any) -> _Trail:
         self._count += 1
         return _Trail(origin, self._count, **facts)
-
-
-def find_origin(
-    run: Callable[[], Any], *, models: Models, backward: Callable[[Tensor], None] | None = None
-) -> Origin | None:
-    """The first operator of a step that makes a non-finite value out of finite ones, or None for a healthy step.
-
-    `run` does the forward pass and returns the loss: a tensor, or several in a list or a mapping, or None when it
-    has done its own backward. Backward follows for each loss (together, when several), or `backward(loss)`, for
-    instance to scale it; it is left out when the loss is already sick. Gradients, buffers, training flags, random
-    states and autocast's caches are afterwards as before, bit for bit; plain attributes of modules, and what the user's
-    own hooks step, are not put back. Compiled models run eagerly. What `run` or `backward` raises is raised, after
-    everything is put back.
-    """
-    names, trails = names_of(models), Trails()
-    places = Places(names.known, names.owners, find_origin.__code__)
-    modules = dict(names.items())
-    trails.begin(modules)
-    stream = Stream(lambda: places, Clock())
-    with ExitStack() as stack:
-        stack.enter_context(untouched(list(modules.values())))
-        stack.callback(put_back_leaves, trails.leaves)
-        stack.enter_context(torch.autograd.set_multithreading_enabled(False))  # the mode lives on this thread
-        stack.enter_context(eager())
-        with stream.shown_to(trails):
-            losses = list(tensors(run()))
-            with stream.paused():
-                found = trails.origin_of(losses)
-            if found is None:
-                _go_back([loss for loss in losses if loss.requires_grad], backward)
-        parameters = (p for module in modules.values() for p in module._parameters.values())
-        return found or trails.origin_of(p.grad for p in parameters if p is not None and p.grad is not None)
 
 
 def _readable(tensor: Tensor) -> Tensor | None:
@@ -249,19 +203,3 @@ def _operand_of(tensor: Tensor) -> Operand:
     fine = values[values.isfinite()]
     low, high = (fine.min().item(), fine.max().item()) if fine.numel() else (None, None)
     return Operand(name, shape, low, high, int(values.isinf().sum()), int(values.isnan().sum()))
-
-
-def _numbers_in(call: Call) -> Iterator[float]:
-    """Python numbers among the arguments: a constant to fill with, an exponent, an epsilon."""
-    for value in (*call.args, *call.kwargs.values()):
-        if isinstance(value, float) or (isinstance(value, int) and not isinstance(value, bool)):
-            yield float(value)
-
-
-def _go_back(losses: list[Tensor], backward: Callable[[Tensor], None] | None) -> None:
-    """Backward from all losses together, or by the caller's own function from each."""
-    if backward is not None:
-        for loss in losses:
-            backward(loss)
-    elif losses:
-        torch.autograd.backward(losses)

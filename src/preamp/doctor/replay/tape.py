@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_map
 
 from ...autocast import MARKER
 from ...tree import PLAIN, tensors
-from ..operators import Call, Observer, Stream
+from ..operators import Call, Observer, Stream, base_of
 from ..places import Place, Places, users_line
 from ..records import NOWHERE, Line
 from ..shadow.remedies import Remedy, applied, run_kept
@@ -35,7 +35,6 @@ from .entries import (
     Ref,
     call_again,
     identity_of,
-    schema_name,
     tensor_key,
 )
 
@@ -56,7 +55,6 @@ class Tape(Observer):
     def __init__(
         self, stream: Stream, readings: Readings, raised: Callable[[Exception], None] = lambda _: None
     ) -> None:
-        super().__init__()
         self._stream, self.readings, self._raised = stream, readings, raised
         self._entries: list[ModelCall | Op | RandomState | KeptTensor] = []
         self._known: dict[Key, StorageWeakRef | None] = {}
@@ -88,7 +86,7 @@ class Tape(Observer):
     def enter_model(self, module: nn.Module, args: Any, kwargs: Any) -> ModelCall:
         """Before a model runs."""
         self.close_window()
-        parts = restore.parts_of(module)
+        parts = list(module.modules())
         held = [(part, name, b) for part in parts for name, b in part._buffers.items() if b is not None]
         call = ModelCall(
             module,
@@ -235,7 +233,7 @@ class Tape(Observer):
         """The constant that the script multiplied the loss by, last of all; None without one."""
         wanted = tensor_key(loss)
         for entry in self._entries:
-            if isinstance(entry, Op) and wanted in entry.outputs and schema_name(entry.func) == "aten::mul":
+            if isinstance(entry, Op) and wanted in entry.outputs and base_of(entry.func) == "mul":
                 factor = entry.args[1] if len(entry.args) > 1 else None
                 if isinstance(factor, Tensor) and factor.numel() == 1:
                     factor = float(factor)
@@ -312,7 +310,7 @@ class Tape(Observer):
                 with torch.set_grad_enabled(entry.grad):
                     out = run_kept(entry.func, args, kwargs, remedy, entry.place)
                 places.forced = None
-                alias = schema_name(entry.func).rpartition("::")[2] in ("detach", "alias")
+                alias = base_of(entry.func) in ("detach", "alias")
                 for key, tensor in zip(entry.outputs, tensors(out), strict=False):
                     if not (alias and key in env):
                         env[key] = tensor

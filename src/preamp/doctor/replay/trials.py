@@ -19,6 +19,7 @@ from ..records import Line
 from ..shadow.execution import OFF, Shadowed
 from ..shadow.facts import Fact
 from ..shadow.remedies import Remedy, candidates
+from ..shadow.values import relative_error
 from .origin import Trails
 from .restore import put_back_leaves
 from .tape import Tape
@@ -27,6 +28,8 @@ BETTER, MUCH_BETTER = 0.5, 0.1
 """What is left of an error after a remedy that helps, at the most; the second of one that is still large."""
 TRIALS = 10
 """Remedies that are tried for one fact."""
+LINES = 4
+"""Lines that are tried where no operator is to blame."""
 
 
 @dataclass(frozen=True)
@@ -54,7 +57,7 @@ class Outcome:
         if not self.finite or (fact.kind == "not finite" and line in self.places):
             return math.inf
         errors = self.shadowed.errors.items()
-        return max((error for place, error in errors if place.at == line), default=0.0)
+        return max((error for place, (error, *_) in errors if place.at == line), default=0.0)
 
     @property
     def places(self) -> set[Line]:
@@ -140,9 +143,30 @@ class Trials:
                 best = outcome.error, f"{_instead_of(remedy, line)}{text}", self._told(outcome, fact)
             if tried >= TRIALS or (best is not None and best[0] < OFF / 2):
                 break
+        if best is None and not tried:
+            return None, "none: the line calls modules, all of which would run in float32, or is not to be read"
         if best is None:
             return None, f"{tried} changes of this line and of those before it were tried, and none helps"
         return f"{best[1]}\n# tried: {best[2]}", best[2]
+
+    def adds_up(self) -> tuple[Fact, str, str] | None:
+        """Where the gradients are off and no operator is: the line that rids them of it, what to write, what happened.
+
+        Those whose results are off most are tried. None where no line is enough.
+        """
+        if self.plain is None:
+            return None
+        off = sorted(self.plain.shadowed.errors.items(), key=lambda one: one[1])
+        worst = {place.at: (place, *seen) for place, seen in off if place.direction == "forward"}  # the largest stays
+        for line in sorted(worst, key=lambda line: -worst[line][1])[:LINES]:
+            (place, error, op, dtype), remedy = worst[line], Remedy((line,))
+            text = remedy.text(self._device, self._tape.readings)
+            if text is None or (outcome := self.again(remedy)).error >= OFF / 2:
+                continue
+            before = self.plain.error
+            told = f"gradient {outcome.gradient:.3g}, its error {before:.2g} -> {outcome.error:.2g}"
+            return Fact("added up", op, place, dtype, (), before, error), f"{text}\n# tried: {told}", told
+        return None
 
     def _helps(self, outcome: Outcome, fact: Fact) -> bool:
         plain, line = self.plain, fact.place.at
@@ -178,15 +202,9 @@ def _judged(
     with torch.no_grad():
         finite = not raised and all(bool(t.isfinite().all()) for t in (*losses, *grads))
         finite = finite and (bool(losses) or not shadowed.broke)  # an evaluation
-        off, size, meant = 0.0, 0.0, not raised
-        for tensor in (*losses, *grads):
-            shadow = shadowed.shadows.find(tensor)
-            meant = meant and (shadow is None or bool(shadow.to(torch.float32).isfinite().all()))
-        for tensor in grads or losses:
-            shadow = shadowed.shadows.find(tensor)
-            if shadow is not None and bool(shadow.isfinite().all()):
-                off += float((tensor.detach().double() - shadow).square().sum())
-                size += float(shadow.square().sum())
+        shadows = [(t, shadow) for t in (*losses, *grads) if (shadow := shadowed.shadows.find(t)) is not None]
+        meant = not raised and all(bool(shadow.to(torch.float32).isfinite().all()) for _, shadow in shadows)
         gradient = math.sqrt(sum(float(g.detach().double().square().sum()) for g in grads)) if finite else math.inf
-        error = math.sqrt(off / size) if finite and size else (0.0 if finite else math.inf)
+        error = shadowed.gradients_off if grads else max((relative_error(*pair) for pair in shadows), default=0.0)
+        error = error if finite else math.inf
     return Outcome(finite, raised, meant, origin, gradient, error, shadowed, facts)

@@ -5,6 +5,7 @@ A change in place, or a new tensor that takes the place of the one that it was m
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
@@ -35,7 +36,6 @@ class Changes(Observer):
     everywhere = True
 
     def __init__(self) -> None:
-        super().__init__()
         self._lines: dict[Any, Absorbed] = {}
         self._kept: list[tuple[Tensor, Tensor, Tensor]] | None = None
         self._sums: dict[int, tuple[Tensor, Tensor]] = {}
@@ -151,6 +151,7 @@ class Changes(Observer):
             by = call.args[1] if len(call.args) > 1 else None
             scalar = isinstance(by, (int, float)) or (isinstance(by, Tensor) and by.dim() == 0)
             count.by = float(by) if scalar and by is not None else None
+            count.last = weakref.ref(tensor)
 
     def _made_of(self, tensor: Tensor) -> tuple[int, tuple[Absorbed, ...]]:
         """The storage that a tensor was made of, its own for others, and the counts on the way."""

@@ -6,7 +6,6 @@ import math
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
-from functools import cache
 from typing import Any
 
 import torch
@@ -16,7 +15,7 @@ from ...formats import FP16, name_of
 from ...tree import map_tensors, tensors
 from ..measure import key_of
 from ..operators import Call, Observer
-from ..places import UNINITIALISED, Place
+from ..places import UNINITIALISED, Place, is_view
 from ..records import Line
 from .facts import Fact, Kind, spelled
 from .source import Readings
@@ -41,6 +40,8 @@ _DECIDING = frozenset({
     "linalg_solve_ex", "linalg_ldl_factor_ex", "eq", "ne", "gt", "lt", "ge", "le",
 })  # fmt: skip
 """Operators whose integers and truth values mean something. The place of a maximum is none: ties decide it."""
+_ADDS = frozenset({"add", "clamp_min", "clamp", "maximum"})
+"""Operators that keep a denominator from zero."""
 _MEANT = frozenset({"exp", "expm1"})
 """Operators whose infinity a division rightly makes a zero: a sigmoid that is written by hand."""
 _ADD_UP = frozenset({
@@ -71,8 +72,8 @@ class Shadowed(Observer):
         limit: float | None = None,
         readings: Readings | None = None,
     ) -> None:
-        super().__init__()
-        self._found, self.shadows = found, Shadows(limit)
+        self.readings = Readings() if readings is None else readings
+        self._found, self.shadows = found, Shadows(limit, self.readings.casts)
         self.skipped: Counter[str] = Counter()
         """Operators that could not run on shadows, and how often."""
         self.operators = 0
@@ -88,9 +89,10 @@ class Shadowed(Observer):
         """What made numbers that the script read, and that are not finite."""
         self.broke: list[tuple[Place, Fact]] = []
         """Where something not finite came of finite numbers, and the fact behind it."""
-        self.errors: dict[Place, float] = {}
-        """The largest relative error of what was computed in a place."""
-        self.readings = Readings() if readings is None else readings
+        self.errors: dict[Place, tuple[float, str, str]] = {}
+        """The largest relative error of what was computed in a place, by which operator, and in which dtype."""
+        self.gradients_off = 0.0
+        """Relative error of all gradients together, where no operator is to blame."""
         self.constants: dict[Line, list[float]] = {}
         """Numbers that operators of a line were given."""
         self._small: set[Fact] = set()
@@ -195,7 +197,12 @@ class Shadowed(Observer):
         error, key = self._off_by(call, out, exact), key_of(out)
         written = {id(t) for t in call.written}
         read = [t for t in call.inputs if has_shadow(t) and id(t) not in written]
-        self.errors[call.place] = max(error, self.errors.get(call.place, 0.0))
+        self.errors[call.place] = max(
+            (error, call.base, name_of(out.dtype)), self.errors.get(call.place, (0.0, "", ""))
+        )
+        if (constant := _misfit(call, out, exact)) is not None:
+            kind: Kind = "lost" if abs(constant) < 1 else "not finite"
+            self._report(replace(self._fact(kind, call, out, error, 0.0, read), constant=constant), call)
         if error < OFF:
             self.causes.pop(key, None)
             return
@@ -219,7 +226,7 @@ class Shadowed(Observer):
                 self.causes[key] = fact = self._fact("made", call, out, error, off, read)
                 self._small.add(fact)
             return
-        kind: Kind = "made" if finite else "not finite"
+        kind = "made" if finite else "not finite"
         if finite and (lost := share_lost(out, exact)) > ZEROS:
             kind, error = "lost", lost
         elif finite and out.dtype is torch.float16 and _is_subnormal(exact):
@@ -258,6 +265,7 @@ class Shadowed(Observer):
             cause = self.causes.get(key_of(gradient))
             if cause is not None:
                 share[cause] += wrong
+        self.gradients_off = math.sqrt(off / size) if size else 0.0
         for cause, wrong in share.items() if off >= OFF**2 * size else ():
             if cause in self._small and wrong >= off / 2:
                 self._report(cause, None)
@@ -347,11 +355,11 @@ def _follows(call: Call) -> bool:
     func, base = call.func, call.base
     if call.place.ours:
         return False
-    if base in _EXACT or base in UNINITIALISED or func.namespace != "aten" or _is_view(func):
+    if base in _EXACT or base in UNINITIALISED or func.namespace != "aten" or is_view(func):
         return False
     if torch.Tag.nondeterministic_seeded in func.tags:
         return False
-    return any(map(has_shadow, tensors((call.args, call.kwargs)))) or base == "_to_copy"
+    return any(map(has_shadow, tensors((call.args, call.kwargs)))) or base in ("_to_copy", "scalar_tensor")
 
 
 def _is_subnormal(exact: Tensor) -> bool:
@@ -360,7 +368,13 @@ def _is_subnormal(exact: Tensor) -> bool:
     return float((exact.abs() < FP16.smallest_normal)[there].double().mean()) > ZEROS
 
 
-@cache
-def _is_view(func: Any) -> bool:
-    """Whether the operator hands on numbers of its argument: their storage has a shadow already."""
-    return any(each.alias_info is not None and not each.alias_info.is_write for each in func._schema.returns)
+def _misfit(call: Call, out: Tensor, exact: Tensor) -> float | None:
+    """A constant that float16 makes zero or infinite, and a result with it."""
+    if out.dtype is not torch.float16 or call.place.direction != "forward":
+        return None
+    for number in call.numbers:
+        if FP16.max < abs(number) < math.inf and bool((out.isinf() & exact.isfinite()).any()):
+            return number
+        if 0 < number < FP16.smallest_normal and call.base in _ADDS and bool(((out == 0) & (exact != 0)).any()):
+            return number
+    return None

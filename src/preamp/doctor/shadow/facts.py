@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:  # a report is made by a process that needs no torch
 
     from ..places import Place
 
-Kind = Literal["made", "lost", "decided", "not finite", "absorbed"]
+Kind = Literal["made", "lost", "decided", "not finite", "added up"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,14 +29,16 @@ class Fact:
     dtype: str
     shape: tuple[int, ...]
     error: float
-    """Relative error of the result; for "decided", "lost" and "absorbed" the share of entries."""
+    """Relative error of the result; of "decided" and "lost" the share of entries, of "added up" gradients' error."""
     inputs: float
-    """Largest relative error of the inputs."""
+    """Largest relative error of the inputs; of "added up" that of the results."""
     largest: float = 0.0
     """Largest magnitude among the inputs."""
     hidden_by: str | None = None
     """The operator that made finite numbers of something not finite, of a "not finite" that nothing else shows."""
 
+    constant: float | None = None
+    """A number in the call that 16 bits make zero or infinite."""
     lines: tuple[Line, ...] = ()
     """The user's line, and those that led to what the operator reads, the nearest first."""
 
@@ -46,8 +48,15 @@ class Fact:
         return spelled(self.op)
 
     @property
+    def vanished(self) -> str:
+        """What became of an epsilon, in words."""
+        return f"the epsilon {self.constant:g} rounds to zero in {self.dtype}: {self.name} leaves a zero as it is"
+
+    @property
     def code(self) -> str:
         """Which finding it is."""
+        if self.constant is not None:
+            return "PA101" if abs(self.constant) < 1 else "PA103"
         if self.op.startswith(_MATRIX) and not self.op.startswith(_NO_MATRIX):
             return "PA115"
         if self.kind == "decided" or (self.op in _COUNTS and self.largest >= _LARGE[self.dtype]):
@@ -61,7 +70,10 @@ _COUNTS = frozenset({"sin", "cos", "tan", "remainder", "fmod", "floor", "ceil", 
 """Operators for which the last unit of a large number matters."""
 _LARGE = {"bf16": 64.0, "fp16": 512.0, "fp32": 64.0}
 """Magnitude from which 16 bits round such a number by a quarter or more. A float32 one came from 16 bits."""
-_SPELLED = {"_to_copy": "a cast", "_softmax": "softmax", "_log_softmax": "log_softmax", "_unsafe_view": "view"}
+_SPELLED = {
+    "_to_copy": "a cast", "_softmax": "softmax", "_log_softmax": "log_softmax", "_unsafe_view": "view",
+    "scalar_tensor": "where",
+}  # fmt: skip
 
 
 def spelled(op: str) -> str:
@@ -100,6 +112,8 @@ class Absorbed:
     """How many times in a row, up to the last, nothing moved that would have moved in float32."""
     by: float | None = None
     """A constant that was added, or multiplied by."""
+    last: Callable[[], Tensor | None] = lambda: None
+    """The tensor that it changed last, if it is alive."""
     storages: dict[int, tuple[int, int]] = field(default_factory=dict)
     """Those of the tensors that it changed, as `places.key_of` gives them, each with its two counts."""
     error: float = 0.0
@@ -123,6 +137,11 @@ class Absorbed:
         before = self.storages.get(storage, (0, 0))
         self.storages[storage] = before[0] + moved, before[1] + stayed
 
+    def stands_still(self) -> bool:
+        """Whether the last tensor, as it is now, would stay what it is."""
+        tensor = self.last()
+        return tensor is not None and self.by is not None and bool((tensor + self.by == tensor).all())
+
     @property
     def counts(self) -> bool:
         """Whether it is a counter: a whole number is added to one number."""
@@ -135,24 +154,23 @@ class Absorbed:
 
 
 class GradientSpread(NamedTuple):
-    """The magnitudes of one parameter's gradient, without the loss scale."""
+    """One parameter's gradient beside its shadow."""
 
     module: str | None
     name: str
     """Of the parameter, with its module's path."""
     spread: Exponents
-    """As autograd left it; exact where the step was replayed in float32."""
+    """The magnitudes of the shadow, without the loss scale."""
     is_vector: bool
-    lost: float = 0.0
-    """Share of the values that are not zero in float32 and zero as they came."""
-    relative: float = 0.0
-    """||gradient - that in float32|| / ||that in float32||, L2."""
+    lost: float
+    """Share of the values that are not zero in the shadow and zero as they came."""
+    relative: float
+    """||gradient - shadow|| / ||shadow||, L2."""
 
 
 class GradientsRead(NamedTuple):
     """Gradients that went through float16 with this loss scale on them."""
 
     rows: Sequence[GradientSpread]
+    """The worst first."""
     scale: float
-    is_exact: bool
-    """Whether they are compared with the same step in float32."""

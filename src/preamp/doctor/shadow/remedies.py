@@ -17,9 +17,9 @@ from ...tree import map_tensors, tensors
 from ..operators import base_of
 from ..places import Place, Places, walk
 from ..records import Line
-from .source import Reading, cast_back, in_float32, statement_at
+from .source import CASTS, Reading, cast_back, in_float32, statement_at, without_cast
 
-_CASTS = frozenset({"to", "half", "bfloat16", "float", "double", "type", "__get__", "__set__", "__set_item__"})
+_CASTS = CASTS | {"float", "double", "__get__", "__set__", "__set_item__"}
 """Functions that say a dtype, or ask for one: they mean it."""
 _PRODUCTS = frozenset({"mm", "bmm", "addmm", "baddbmm", "convolution", "addmv", "mv", "dot", "linear"})
 _SMALL = 2.0**-14
@@ -36,6 +36,8 @@ class Remedy:
     """In place of lines: all that runs in this module."""
     everything: bool = False
     """In place of lines: all that runs. This is a question, and nothing to paste."""
+    uncast: bool = False
+    """Of the line only that what it casts is float32 after it."""
     back: list[torch.dtype] = field(default_factory=list, compare=False)
     """What a result had to be cast back to, as it was done again: operators with 16-bit weights came next."""
 
@@ -59,6 +61,9 @@ class Remedy:
         """To paste in place of its lines; `seen`: what they read. None: it cannot be written."""
         if self.module is not None:
             return f'session = preamp.prepare(model, optimizer, policy="{{level}}; {self.module} -> full")'
+        if self.uncast:
+            statement = statement_at(self.lines[0])
+            return None if statement is None else without_cast(statement)
         parts = []
         for line in sorted(self.lines, key=lambda one: one[1] or 0):
             statement, reading = statement_at(line), seen.get(line)
@@ -100,6 +105,8 @@ def candidates(
             changed = [(c, new) for c in small] + [(c, (1 - new) * (1 if c > 0 else -1)) for c in near]
             if changed:
                 yield Remedy(chain, tuple(changed))
+        if chain == tuple(lines[:1]):
+            yield Remedy(chain, uncast=True)
 
 
 class Applied(TorchFunctionMode):
@@ -115,8 +122,11 @@ class Applied(TorchFunctionMode):
         kwargs = kwargs or {}
         name = getattr(func, "__name__", "")
         in_place = name.endswith("_") and not name.endswith("__")
-        if name in _CASTS or in_place or not self._remedy.covers(walk(None).source, self._module()):
+        meant = name in CASTS if self._remedy.uncast else name not in _CASTS
+        if not meant or in_place or not self._remedy.covers(walk(None).source, self._module()):
             return self._beside(func, args, kwargs)
+        if self._remedy.uncast:
+            return args[0].float()
         args, kwargs = self._given(func, args, kwargs)
         with no_autocast():
             made = func(*args, **kwargs)
@@ -171,11 +181,12 @@ def run_kept(func: Any, args: Any, kwargs: Any, remedy: Remedy | None, place: Pl
     """Run an operator that was kept on a tape: under the remedy, or after what is float32 because of it."""
     if remedy is None:
         return func(*args, **kwargs)
-    if remedy.covers((place.file, place.line), place.module):
+    casts = base_of(func) == "_to_copy" and kwargs.get("dtype") in LOW_DTYPES
+    if (casts or not remedy.uncast) and remedy.covers((place.file, place.line), place.module):
         args = [map_tensors(wide, remedy.constant(each)) for each in args]
         kwargs = {key: map_tensors(wide, remedy.constant(each)) for key, each in kwargs.items()}
-        if base_of(func) == "_to_copy" and kwargs.get("dtype") in LOW_DTYPES:
-            kwargs["dtype"] = torch.float32  # autocast's
+        if casts:
+            kwargs["dtype"] = torch.float32
         return func(*args, **kwargs)
     try:
         return func(*args, **kwargs)

@@ -14,10 +14,13 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from ...formats import LOW_DTYPES
 from ..records import Line
 
+CASTS = frozenset({"to", "half", "bfloat16", "type"})
+"""Methods that may cast to 16 bits."""
 _SIMPLE = (ast.Assign, ast.AugAssign, ast.AnnAssign, ast.Return, ast.Expr)
 
 
@@ -140,6 +143,11 @@ class Reading(NamedTuple):
 class Readings(dict[Line, Reading]):
     """What the statement at a line reads, of lines that were seen to run."""
 
+    def __init__(self) -> None:
+        super().__init__()
+        self.casts: Any = WeakTensorKeyDictionary()
+        """Small 16-bit tensors of before the first step, each with its version and what it was cast from."""
+
     def note(self, line: Line) -> None:
         """Remember what the statement at this line reads, if it runs now."""
         statement = None if line in self else statement_at(line)
@@ -196,6 +204,13 @@ def in_float32(statement: Statement, reading: Reading, constants: Mapping[float,
     for old, new in left.items():
         text = None if text is None else _with_default(text, old, new)
     return text
+
+
+def without_cast(statement: Statement) -> str | None:
+    """The statement with float32 in place of what it casts to; None where it casts nothing, or more than once."""
+    calls = [node for node in ast.walk(statement.node) if isinstance(node, ast.Call)]
+    casts = [(one, one.func.value) for one in calls if isinstance(one.func, ast.Attribute) and one.func.attr in CASTS]
+    return statement.rewritten({call: f"{ast.unparse(of)}.float()" for call, of in casts}) if len(casts) == 1 else None
 
 
 def cast_back(statement: Statement, text: str, dtype: torch.dtype) -> str | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Container, Iterable
+from collections.abc import Container, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -40,10 +40,11 @@ class Shadows:
 
     `limit`: bytes that all shadows may take; None for half of what the device has left when the first one is made.
     Beyond it they are let go where another module begins: then errors are followed through a module at a time.
+    `casts`: tensors that have no shadow yet, each with its version and what it was cast from.
     """
 
-    def __init__(self, limit: float | None = None) -> None:
-        self._limit = limit
+    def __init__(self, limit: float | None, casts: Mapping[Tensor, tuple[int, Tensor]]) -> None:
+        self._limit, self._casts = limit, casts
         self._of: dict[int, tuple[torch.dtype, Tensor, StorageWeakRef]] = {}
         self._bytes = 0
         self._sweep_at = 256
@@ -67,14 +68,16 @@ class Shadows:
         return (tensor.detach() if found is None else found).to(torch.float32)
 
     def of(self, tensor: Tensor) -> Tensor:
-        """The shadow of a tensor, of its shape. A new one begins with the tensor's own values."""
+        """The shadow of a tensor, of its shape. A new one begins with its own values, or what it was cast from."""
         found = self.find(tensor)
         if found is not None:
             return found
         flat = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
         flat = flat.set_(tensor.untyped_storage(), 0, (_size(tensor),), (1,)).to(WIDE, copy=True)
         self._keep(tensor, flat)
-        return flat.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
+        made = flat.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
+        version, exact = self._casts.get(tensor, (None, tensor))
+        return made.copy_(exact) if version is not None and version == tensor._version else made
 
     def _keep(self, tensor: Tensor, flat: Tensor) -> None:
         if self._limit is None:
@@ -134,16 +137,11 @@ def _size(tensor: Tensor) -> int:
 def relative_error(value: Tensor, shadow: Tensor) -> float:
     """||value - shadow|| / ||shadow||, L2; infinite where the value is not finite and the shadow is.
 
-    0 for what has no numbers, or where the shadow itself is not finite. In float32 where that holds the squares.
+    0 for what has no numbers, or where the shadow itself is not finite.
     """
     if not value.numel():
         return 0.0
     value = value.detach()
-    if value.dtype in SHADOWED:
-        exact = shadow.to(torch.float32, copy=True)
-        size, off = float(torch.linalg.vector_norm(exact)), float(torch.linalg.vector_norm(exact.sub_(value)))
-        if _SQUARES[0] < size < _SQUARES[1] and math.isfinite(off):
-            return off / size
     size = float(torch.linalg.vector_norm(shadow))
     if not math.isfinite(size):
         return 0.0
@@ -151,10 +149,6 @@ def relative_error(value: Tensor, shadow: Tensor) -> float:
     if math.isnan(off):
         return math.inf
     return off / size if size else (0.0 if off == 0 else math.inf)
-
-
-_SQUARES = 1e-12, 1e15
-"""Norms between which float32 holds the squares of all numbers that make them up."""
 
 
 def share_differing(value: Tensor, shadow: Tensor) -> float:
@@ -191,17 +185,4 @@ def gradients_beside(
         if key_of(came) in excused:
             lost = off = 0.0
         found[id(parameter)] = GradientSpread(*names.parameter(parameter), spread, vector, lost, off)
-    return found
-
-
-def gradients_as_stored(names: Names, scale: float) -> list[GradientSpread]:
-    """Gradients that are float16 or, where none is, all: they passed through it. `scale`: on them as they are now."""
-    parameters = names.parameters()
-    halves = [p for p in parameters if p.dtype is torch.float16]  # norms kept in float32 have float32 gradients
-    found = []
-    for parameter in halves or parameters:
-        grad = parameter.grad
-        if grad is not None and grad.layout is torch.strided and grad.numel() >= _SMALL:
-            spread = spread_of(values_here(grad)).times(1 / scale)
-            found.append(GradientSpread(*names.parameter(parameter), spread, parameter.dim() < 2))
     return found

@@ -20,8 +20,7 @@ from ...report import (
     Span,
     exponent_spans,
 )
-from ..exponents import GRADIENTS, KINDS, UPDATE, Row, rows_of, together
-from ..findings.pa202 import FLUSHED, below_normal, scale_window
+from ..exponents import KINDS, Row, rows_of, together
 from ..records import Rank
 
 ROWS = 40
@@ -34,8 +33,8 @@ MARKS = 40
 """So many skips, or rows of them, are marked at most: the longest."""
 IN_SCALE = frozenset({"PA201", "PA203", "PA207"})
 """What the loss scale shows best: a bad step is skipped, and the scale falls."""
-BELOW = frozenset({"PA107", "PA111", "PA202", "PA204"})
-"""What is lost below float16's normal range, or below the bits of a weight."""
+BELOW = frozenset({"PA107", "PA111", "PA202"})
+"""What is lost below float16's normal range."""
 BEYOND = frozenset({"PA103", "PA205"})
 """What comes near the end of the range."""
 
@@ -84,10 +83,8 @@ def spread(samples: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     ]
 
 
-def magnitudes(
-    samples: Sequence[Mapping[str, Any]], has_fp16: bool, measured: Mapping[str, Any] | None = None
-) -> Section | None:
-    """Heat maps over modules, histograms over all, and the window of good loss scales."""
+def magnitudes(samples: Sequence[Mapping[str, Any]], has_fp16: bool) -> Section | None:
+    """Heat maps over modules, and histograms over all."""
     if not samples:
         return None
     by_step = {one["step"]: rows_of(one) for one in samples}
@@ -95,11 +92,15 @@ def magnitudes(
     if not rows:
         return None
     last = max(by_step)
-    items: list[Item] = [_below(rows, has_fp16), _headroom(rows)]
-    items.append(_histogram(by_step[last], last))
-    if len(by_step) > 1:
-        items.append(_over_time(by_step))
-    return Section("Magnitudes by layer", "\n\n".join(_words(rows, by_step, has_fp16, measured)), items)
+    items: list[Item] = [_below(rows, has_fp16), _headroom(rows), _histogram(by_step[last], last)]
+    text = (
+        f"Seen in {len(by_step)} step{'s' if len(by_step) > 1 else ''} ({min(by_step)} to {last}). float16 holds "
+        "magnitudes from 6.1e-5 to 65504 in full; below that it loses bits, and below 3e-8 it is zero. Gradients are "
+        "judged with the loss scale that was on them."
+    )
+    if not has_fp16:
+        text += " Nothing here ran in float16: this is what it would meet."
+    return Section("Magnitudes by layer", text, items)
 
 
 def ran_fp16(rank: Rank) -> bool:
@@ -111,37 +112,6 @@ def heat_maps(rank: Rank, most: int = FIRST) -> tuple[HeatMap, HeatMap] | None:
     """The worst modules of a process: what lies below float16's full precision, and the room below its largest."""
     rows = [row for one in rank.many.get("telemetry", []) for row in rows_of(one)]
     return (_below(rows, ran_fp16(rank), most), _headroom(rows, most)) if rows else None
-
-
-def _words(
-    rows: list[Row], by_step: Mapping[int, Any], has_fp16: bool, measured: Mapping[str, Any] | None
-) -> list[str]:
-    steps = sorted(by_step)
-    seen = f"Seen in {len(steps)} step{'s' if len(steps) > 1 else ''} ({steps[0]} to {steps[-1]})."
-    words = [
-        f"{seen} float16 holds magnitudes from 6.1e-5 to 65504 in full; below that it loses bits, and below 3e-8 it is "
-        "zero. Gradients are judged with the loss scale that was on them."
-        + ("" if has_fp16 else " Nothing here ran in float16: this is what it would meet.")
-    ]
-    gradients = together(row.true for row in rows if row.kind in GRADIENTS)
-    window = scale_window(gradients, FLUSHED)
-    if window is not None and measured and measured["rows"]:
-        # What was flushed is zero by now: only the step in float32 shows how small it was.
-        window = max(window[0], *(row["window"][0] for row in measured["rows"])), window[1]
-    if window is None:
-        return words
-    low, top = window
-    if low <= top:
-        words.append(
-            f"Loss scales from `2**{low}` to `2**{top}` flush at most one gradient in a "
-            f"{'hundred of any weight' if measured else 'thousand'} and leave 2 bits above the largest."
-        )
-    else:
-        words.append(
-            f"No loss scale suits all layers: small gradients want `2**{low}`, the largest allows `2**{top}`. "
-            "Keep the layers with the least headroom in float32, or use bfloat16."
-        )
-    return words
 
 
 def lost_gradients(record: Mapping[str, Any] | None) -> BarChart | None:
@@ -177,33 +147,22 @@ def _shown(worst: dict[str, dict[str, float]], harm: Any, most: int) -> tuple[li
     return [m for m in worst if m in set(ranked)], f"{left} more modules are better off." if left else ""
 
 
-def _heat(
-    title: str, worst: dict[str, dict[str, float]], columns: Sequence[str], label: str, harm: Any, most: int,
-    **options: Any,
-) -> HeatMap:  # fmt: skip
+def _heat(title: str, worst: dict[str, dict[str, float]], label: str, harm: Any, most: int, **options: Any) -> HeatMap:
     modules, note = _shown(worst, harm, most)
-    values = [[worst[module].get(kind) for kind in KINDS[: len(columns)]] for module in modules]
-    return HeatMap(title, [m or "(root)" for m in modules], columns, values, label, note=note, **options)
-
-
-def _lost(row: Row) -> float:
-    """The share below float16's normal range; for updates, the share of weights left unchanged."""
-    if row.kind == UPDATE:
-        return row.stored.zeros / max(row.stored.total, 1)
-    return below_normal(row.in_backward)
+    values = [[worst[module].get(kind) for kind in KINDS] for module in modules]
+    return HeatMap(title, [m or "(root)" for m in modules], KINDS, values, label, note=note, **options)
 
 
 def _below(rows: list[Row], has_fp16: bool, most: int = ROWS) -> HeatMap:
     title = "Below float16's full precision" + ("" if has_fp16 else ", if it were used")
-    label = "share of non-zero values under 2^-14, the worst step; last, of weights that a step left as they were"
-    columns = (*KINDS[:-1], "weights unchanged")
-    return _heat(title, _worst(rows, _lost, max), columns, label, float, most, percent=True)
+    worst = _worst(rows, lambda row: row.in_backward.below(FP16.smallest_normal), max)
+    return _heat(title, worst, "share of non-zero values under 2^-14, the worst step", float, most, percent=True)
 
 
 def _headroom(rows: list[Row], most: int = ROWS) -> HeatMap:
-    worst = _worst((row for row in rows if row.kind != UPDATE), lambda row: row.in_backward.headroom(FP16), min)
+    worst = _worst(rows, lambda row: row.in_backward.headroom(FP16), min)
     label = "powers of two below 65504, the worst step; negative is infinite in float16"
-    return _heat("Headroom", worst, KINDS[:-1], label, lambda bits: -bits, most, pale=16.0, dark=0.0, digits=1)
+    return _heat("Headroom", worst, label, lambda bits: -bits, most, pale=16.0, dark=0.0, digits=1)
 
 
 def _histogram(rows: list[Row], step: int) -> ExponentHistogram:
@@ -222,18 +181,6 @@ def _spans(held: Format) -> tuple[Span, Span]:
     return exponent_spans(
         held.name, smallest_subnormal=held.smallest_subnormal, smallest_normal=held.smallest_normal, largest=held.max
     )
-
-
-def _over_time(by_step: Mapping[int, list[Row]]) -> LineChart:
-    steps = sorted(by_step)
-    series = []
-    for kind in KINDS[:-1]:
-        shares = []
-        for step in steps:
-            whole = together(row.in_backward for row in by_step[step] if row.kind == kind)
-            shares.append(100 * below_normal(whole) if whole.some else None)
-        series.append(Series(kind, steps, shares))
-    return LineChart("Below float16's full precision, over time", "step", "% of non-zero values", series)
 
 
 def _skips(rank: Rank) -> tuple[list[Marker], list[Span]]:

@@ -7,7 +7,7 @@ import platform
 import shlex
 import statistics
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -58,17 +58,16 @@ def losses_of(rank: Rank) -> list[float]:
     return [float(loss) if isinstance(loss, (int, float)) else math.nan for loss in losses]
 
 
-def pairs_of(runs: Sequence[Ran]) -> list[Pair]:
-    """The runs of each seed that both have steps."""
+def pairs_of(runs: Sequence[Ran]) -> list[tuple[Ran, Ran]]:
+    """The mixed and the full run of each seed, where both have steps."""
     full = {ran.offset: ran for ran in runs if ran.full and ran.losses}
-    mixed = [ran for ran in runs if not ran.full and ran.offset in full and ran.losses]
-    return [Pair(ran.losses, full[ran.offset].losses) for ran in mixed]
+    return [(ran, full[ran.offset]) for ran in runs if not ran.full and ran.offset in full and ran.losses]
 
 
 def build_comparison(runs: Sequence[Ran], margin: float | None, command: list[str]) -> tuple[Report, dict[str, Any]]:
     """The report as a page, and as the content of `compare.json`."""
     pairs = pairs_of(runs)
-    found = parity(pairs, margin)
+    found = parity([Pair(mixed.losses, full.losses) for mixed, full in pairs], margin)
     differing = [one for one in printed(runs) if one.differs]
     line = f"{failures(runs)}{verdict(found, len(pairs))}"
     findings = PA206().of(found, differing[:PRINTED], [each for ran in runs for each in ran.findings])
@@ -113,26 +112,6 @@ def build_comparison(runs: Sequence[Ran], margin: float | None, command: list[st
         status=status, data=content, glossary=meanings,
     )  # fmt: skip
     return report, content
-
-
-def with_comparison(report: Report, content: dict[str, Any], runs: Sequence[Ran]) -> tuple[Report, dict[str, Any]]:
-    """The doctor's report with what a comparison adds to it."""
-    found, more = build_comparison(runs, None, [report.title])
-    first, *rest = report.sections
-    items = tuple(sorted((*report.findings, *found.findings)))
-    tables = [item for item in found.sections[0].items if isinstance(item, Table)]
-    against = Section("Against full precision", found.verdict, tables)
-    loss = Section("Loss against full precision", "", () if found.picture is None else (found.picture,))
-    sections = (replace(first, items=items), against, loss, *found.sections[1:], *rest)
-    merged = replace(report, sections=sections, verdict=f"{report.verdict} {found.verdict}")
-    merged = replace(merged, headline=f"{report.headline} {found.verdict}" if report.headline else "")
-    merged = replace(merged, glossary={**report.glossary, **found.glossary})
-    if any(finding.severity != "info" for finding in found.findings):
-        merged = replace(merged, status=None)
-    kept = {name: value for name, value in more.items() if name not in ("schema", "environment", "findings")}
-    findings = to_json([finding.to_dict() for finding in items])
-    content = {**content, "verdict": merged.verdict, "findings": findings, "comparison": kept}
-    return replace(merged, data=content), content
 
 
 def failures(runs: Sequence[Ran]) -> str:
@@ -188,11 +167,9 @@ def advice(found: Parity, command: Sequence[str]) -> tuple[str, str]:
 
 
 def _results(runs: Sequence[Ran], found: Parity) -> Table:
-    full = {ran.offset: ran for ran in runs if ran.full}
-    mixed = [ran for ran in runs if not ran.full and ran.offset in full]
     rows = [
         (f"+{ran.offset}", spell(a), spell(b), spell(a - b), ran.skipped, len(ran.losses))
-        for ran, a, b in zip(mixed, found.mixed, found.full, strict=False)
+        for (ran, _), a, b in zip(pairs_of(runs), found.mixed, found.full, strict=True)
     ]
     notes = ("the loss is the mean of a run's last tenth of steps; a seed is the script's own plus the offset",)
     return Table("Final loss", ("seed", "mixed", "full", "difference", "skipped", "steps"), rows, notes=notes)
@@ -214,9 +191,7 @@ def _losses(runs: Sequence[Ran], found: Parity) -> LineChart:
 
 def printed(runs: Sequence[Ran]) -> list[Printed]:
     """The numbers that all runs printed, and that are neither settings nor the loss."""
-    full = {ran.offset: ran for ran in runs if ran.full}
-    pairs = [(ran, full[ran.offset]) for ran in runs if not ran.full and ran.offset in full]
-    found = []
+    pairs, found = pairs_of(runs), []
     for name in runs[0].metrics if pairs else ():
         if all(name in ran.metrics for pair in pairs for ran in pair):
             mixed, other = (tuple(pair[side].metrics[name] for pair in pairs) for side in (0, 1))

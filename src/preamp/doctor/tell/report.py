@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shlex
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from importlib.resources import files
 from pathlib import Path
@@ -17,7 +17,6 @@ from ...report import (
     Picture,
     Report,
     Section,
-    Table,
     to_json,
 )
 from ...report.files import write_text
@@ -28,9 +27,7 @@ from .charts import loss_chart, magnitudes, picture, ran_fp16, scale_chart, spre
 
 STRICT = 3
 """Exit status of --strict when an error was found."""
-PRODUCTS = 60
-"""Products on the page, those with most FLOPs; `report.json` has them all."""
-OPTIONS = frozenset({"--compare", "--every", "--json", "--margin", "--out", "--seeds", "--steps", "--strict"})
+OPTIONS = frozenset({"--every", "--json", "--margin", "--out", "--seeds", "--steps", "--strict"})
 """Of the commands that run a script: behind it they are the script's."""
 NO_STEP = "Give the script that trains, with its arguments; a step is one of an optimizer of torch.optim."
 """What to do where no step was seen."""
@@ -164,10 +161,9 @@ def build(
     if first is not None:
         samples = first.many.get("telemetry", [])
         has_fp16 = ran_fp16(first)
-        really = _really_running(first.facts.get("audit"))
-        spread_out = magnitudes(samples, has_fp16, first.facts.get("underflow"))
+        spread_out = magnitudes(samples, has_fp16)
         shown = picture(first, findings[0] if serious else None)
-        sections += [_timeline(first, shown), spread_out, really]
+        sections += [_timeline(first, shown), spread_out]
     content: dict[str, Any] = to_json(
         {
             "schema": "preamp-doctor/1",
@@ -263,35 +259,3 @@ def write(report: Report, content: dict[str, Any], folder: Path, name: str, also
     if also is not None:
         write_text(also, text)
     return page
-
-
-def _really_running(audit: Mapping[str, Any] | None) -> Section | None:
-    """What really ran, as a part of the report."""
-    if not audit:
-        return None
-    share = audit["low_share"]
-    text = f"What really ran in step {audit['step']}."
-    if share is not None:
-        text += f" {share:.0%} of the FLOPs of its matrix products and convolutions ran in 16 bits."
-    table = _product_table(audit["products"])
-    return Section("Really running", text, [] if table is None else [table])
-
-
-def _product_table(products: list[dict[str, Any]]) -> Table | None:
-    """Products of one shape and kind in one row: a network has many like layers."""
-    if not products:
-        return None
-    alike: dict[Any, list[dict[str, Any]]] = {}
-    for one in products:
-        alike.setdefault((one["op"], one["dtype"], tuple(one["shape"].items()), one["why"]), []).append(one)
-    rows = []
-    for (op, dtype, shape, why), same in sorted(alike.items(), key=lambda item: -sum(o["share"] for o in item[1])):
-        more = f" and {len(same) - 1} more" if len(same) > 1 else ""
-        where = (same[0]["module"] or "(outside of a module)") + more
-        sizes = ", ".join(f"{name} {size}" for name, size in shape)
-        share = f"{sum(one['share'] for one in same):.1%}"
-        rows.append((where, op, dtype, sizes, share, "yes" if why is None else f"no: {why}"))
-    left = len(rows) - PRODUCTS
-    columns = ("module", "operator", "dtype", "shape", "of FLOPs", "fills tensor cores")
-    notes = (f"{left} more kinds have fewer FLOPs",) if left > 0 else ()
-    return Table("Matrix products and convolutions", columns, rows[:PRODUCTS], notes=notes)
