@@ -73,6 +73,25 @@ def test_what_is_lost_is_what_float32_has(region_inside: bool) -> None:
     assert all("float32" in f.message for f in found)
 
 
+def test_what_float32_makes_zero_is_not_lost_by_float16() -> None:
+    """Shadows are float64, and hold it."""
+    kinds: list[str] = []
+
+    class Kinds:
+        def write(self, kind: str, facts: Any) -> None:
+            kinds.append(kind)
+
+    torch.manual_seed(0)
+    model = nn.Linear(16, 64)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    with preamp.doctor.watch(model, sinks=[Kinds()]) as w:
+        with torch.autocast("cpu", dtype=torch.float16):
+            loss = 1e-60 * model(torch.randn(32, 16)).float().square().mean()
+        loss.backward()
+        optimizer.step()
+    assert "failed" not in kinds and "PA202" not in {finding.code for finding in w.findings}
+
+
 def test_a_scale_from_the_cure_cures() -> None:
     _, findings, _ = step(1.0)
     fix = next(f.fix for f in findings if f.code == "PA202")
