@@ -350,7 +350,8 @@ def option_losses(results: dict[str, Any]) -> tuple[Table, str]:
     ]
     text = (
         "Training loss over the last tenth of the steps, three seeds. At 7.03 bytes (master split24, 8-bit states) the "
-        f"mean is not above the largest of float32 masters on {len(held)} of {len(networks)} networks. preamp at {results['environment']['commit']}"
+        f"mean is not above the largest of float32 masters on {len(held)} of {len(networks)} networks. preamp at "
+        f"{results['environment']['commit']}"
     )
     columns = ("network", "level", "AdamW", Column("mean", digits=4), "smallest", "largest")
     return Table("", columns, rows), text
