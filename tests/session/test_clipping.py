@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -78,3 +80,27 @@ def test_optimizers_that_were_clipped_together_skip_together(level: str, bad: fl
             assert same(weights(models["b"]), before["b"])
             assert same(weights(models["a"]), before["a"]) is together
             assert all(bool(weight.isfinite().all()) for weight in weights(models["a"]))
+
+
+@over(level=["O1", "O2", "O4", "O5"], library=[torch.optim, preamp.optim], between=["values", "evaluation", "forward"])
+def test_what_comes_between_clipping_and_the_step_changes_nothing(level: str, library: Any, between: str) -> None:
+    """However small the factor is: shrunk gradients need more than 16 bits until they are stepped."""
+
+    def run(interrupted: bool) -> list[torch.Tensor]:
+        model = mlp()
+        optimizer = library.SGD(model.parameters(), 1e6)
+        with preamp.prepare(model, optimizer, level=level, scale=1024.0 if level in ("O1", "O2") else None) as session:
+            for index in range(3):
+                backward(session, model, index)
+                session.clip_grad_norm_(1e-8)
+                if interrupted and between == "forward":
+                    with session.autocast():
+                        loss_of(model, 9)
+                elif interrupted:
+                    with session.full_precision(values_only=between == "values"), torch.no_grad():
+                        loss_of(model, 9) if between == "evaluation" else None
+                session.step()
+                session.zero_grad()
+        return weights(model)
+
+    assert same(run(True), run(False))

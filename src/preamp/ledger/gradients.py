@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain
 from operator import attrgetter
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -64,10 +64,9 @@ class Gradients:
             agreement = Agreement(every, self._group)
             known = Owned(every, self._masters.leaves_of(every), agreement if agreement.needed else None)
             self._known[optimizer] = known
-        without_masters = self._masters.without_masters(known.leaves)
-        if without_masters:
-            for index, parameter in enumerate(without_masters):
-                self._masters.adopt(f"(added later):{index}:{len(self._masters)}", parameter)
+        for index, parameter in enumerate(added := self._masters.without_masters(known.leaves)):
+            self._masters.adopt(f"(added later):{index}:{len(self._masters)}", parameter)
+        if added:
             known.leaves = self._masters.leaves_of(every)
         return known
 
@@ -122,7 +121,7 @@ class Gradients:
             assert grad is not None
             if record.clipped.get(id(grad)) != grad._version:
                 continue
-            if parameter in self._sums:
+            if parameter in self._masters:  # its 16 bits would not hold all of that
                 self._sums.show(parameter, self._sums.of(parameter) * clip.to(grad.device))
             else:
                 rest.append(grad)
@@ -349,9 +348,15 @@ class Gradients:
         self._masters.refresh_before_step(record.leaves, again=True)
         optimizer.step_with(factor=record.factor, found=found, collected=record.collected)
 
+    def are_wide(self, optimizer: Optimizer) -> bool:
+        """Whether some gradients of an optimizer are kept in float32 besides."""
+        return bool(self._sums) and any(map(self._sums.__contains__, parameters_of(optimizer)))
+
     def forget(self, optimizer: Optimizer) -> None:
         """Drop the record: the optimizer has stepped, or its gradients were cleared."""
         record = self._records.pop(optimizer, None)
+        for parameter in parameters_of(optimizer) if self._sums else ():
+            self._sums.forget(parameter)
         if self._masters.swapped_in:
             scale = None if record is None or record.inverse is None else reciprocal(record.inverse)
             self._masters.swap_out(parameters_of(optimizer), scale)
@@ -359,5 +364,4 @@ class Gradients:
 
 def _joint(norms: Sequence[Tensor], order: float = 2.0) -> Tensor:
     """The norm of some order of everything that some norms of that order are of."""
-    joint: Tensor = norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(list(norms)), order)
-    return joint
+    return norms[0] if len(norms) == 1 else cast(Tensor, torch.linalg.vector_norm(torch.stack(list(norms)), order))

@@ -154,7 +154,7 @@ class OptimizerSteps:
         if skipped:
             return True
         ours = isinstance(optimizer, FusedOptimizer) and fused and not self._losses.separate_scales
-        if ours and not self._gradients[optimizer].true:
+        if ours and not self._gradients[optimizer].true and not self._gradients.are_wide(optimizer):
             self._gradients.step_low(optimizer, flag)
             return skipped
         self._gradients.make_true(optimizer)
