@@ -114,7 +114,7 @@ def test_four_ranks_then_two_then_three(tmp_path: Path, level: str, kind: str) -
         assert told["skipped"] == 1
         saved = told["saved"]
     assert told["scale"] == (2.0**15 if level == "O2" else 1.0)
-    assert sorted(path.name for path in (tmp_path / "run").iterdir() if path.is_dir()) == ["00000003"]
+    assert sorted(path.name for path in (tmp_path / "run").iterdir() if path.is_dir()) == ["preamp-00000003"]
 
 
 def _made(level: str = "O4", width: int = 4, *, steps: int = 1, make: Any = preamp.optim.AdamW) -> dict[str, Any]:
