@@ -10,6 +10,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -218,11 +219,20 @@ def test_a_model_is_only_read() -> None:
 
 
 @pytest.fixture(scope="module")
-def counted(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+def counted() -> dict[str, Any]:
     """What two processes counted (`main`)."""
-    line = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    folder = tmp_path_factory.mktemp("ranks")
-    ran = subprocess.run([*line, __file__], capture_output=True, text=True, cwd=folder, timeout=240)
+    line = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        "2",
+        "--module",
+        __name__,
+    ]
+    root = Path(__file__).parents[2]
+    ran = subprocess.run(line, capture_output=True, text=True, cwd=root, timeout=240)
     assert ran.returncode == 0, ran.stderr[-3000:]
     return json.loads(ran.stdout.splitlines()[-1])
 
