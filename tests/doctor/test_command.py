@@ -98,6 +98,31 @@ def test_a_crash_is_the_script_s_own_and_still_reported(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_a_report_names_no_folder_of_this_machine(tmp_path: Path) -> None:
+    """Of a run with losses that are scaled, overflows and schedules: pages of it are passed on."""
+    (tmp_path / "train.py").write_text("""
+import torch
+from torch import nn
+
+torch.manual_seed(0)
+model = nn.Linear(8, 8)
+optimizer = torch.optim.SGD(model.parameters(), 1e-3)
+scaler, schedule = torch.amp.GradScaler("cpu"), torch.optim.lr_scheduler.StepLR(optimizer, 10)
+for step in range(6):
+    with torch.autocast("cpu", dtype=torch.float16):
+        loss = model(torch.randn(4, 8)).float().square().mean() * (1e6 if step == 2 else 1.0)
+    scaler.scale(loss).backward()
+    scaler.step(optimizer)
+    scaler.update()
+    schedule.step()
+    optimizer.zero_grad()
+""")
+    _, report = _run(tmp_path / "train.py", "--every", "1")
+    (process,) = report["processes"]
+    assert any(step["skipped"] and step["loss_at"] == ["train.py", 12] for step in process["steps"])
+    assert str(tmp_path) not in json.dumps(report["processes"])
+
+
 def test_an_exit_status_is_passed_on(tmp_path: Path) -> None:
     ran, report = _run(_script(tmp_path, more="if step == 2: sys.exit(7)"))
     assert ran.returncode == report["exit_code"] == 7

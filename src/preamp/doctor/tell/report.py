@@ -174,7 +174,7 @@ def build(
             "policy": precision,
             "findings": [finding.to_dict() for finding in findings],
             "environment": environment,
-            "processes": [_process(rank) for rank in ranks],
+            "processes": [_process(rank, base) for rank in ranks],
         }
     )
     words, paste = advice(findings, command, bool(steps))
@@ -227,12 +227,19 @@ def _place(finding: Finding, mark: str) -> str:
     return module + (f" at {mark}{finding.file}:{finding.line}{mark}" if finding.file and finding.line else "")
 
 
-def _process(rank: Rank) -> dict[str, Any]:
+def _shown(record: dict[str, Any], base: Path) -> dict[str, Any]:
+    """A record with its files as findings have them."""
+    lines = {name: record[name] for name in ("schedule_at", "loss_at") if record.get(name)}
+    shown: dict[str, Any] = {name: [shown_path(file, base), line] for name, (file, line) in lines.items()}
+    return {**record, **shown, **({"file": shown_path(record["file"], base)} if record.get("file") else {})}
+
+
+def _process(rank: Rank, base: Path) -> dict[str, Any]:
     return {
         "rank": rank.rank,
-        "steps": rank.steps,
+        "steps": [_shown(step, base) for step in rank.steps],
         **{name: rank.facts.get(name) for name in ("audit", "raised", "failed")},
-        "overflows": rank.many.get("overflow", []),
+        "overflows": [_shown(one, base) for one in rank.many.get("overflow", [])],
         "telemetry": spread(rank.many.get("telemetry", [])),
         "underflow": rank.many.get("underflow", []),
     }
