@@ -229,8 +229,8 @@ def _place(finding: Finding, mark: str) -> str:
 
 def _shown(record: dict[str, Any], base: Path) -> dict[str, Any]:
     """A record with its files as findings have them."""
-    lines = {name: record[name] for name in ("schedule_at", "loss_at") if record.get(name)}
-    shown: dict[str, Any] = {name: [shown_path(file, base), line] for name, (file, line) in lines.items()}
+    lines = ((name, record[name]) for name in ("schedule_at", "loss_at") if record.get(name))
+    shown = {name: [shown_path(file, base), line] for name, (file, line) in lines}
     return {**record, **shown, **({"file": shown_path(record["file"], base)} if record.get("file") else {})}
 
 
@@ -248,11 +248,9 @@ def _process(rank: Rank, base: Path) -> dict[str, Any]:
 def _timeline(rank: Rank, shown: Picture) -> Section:
     """The loss and the loss scale over the steps, without the one that the first screen shows."""
     skipped = sum(step["skipped"] for step in rank.steps)
-    charts = [
-        chart for chart in (loss_chart(rank), scale_chart(rank)) if chart is not None and chart.title != shown.title
-    ]
-    text = f"{len(rank.steps)} attempts to step, {skipped} of them skipped."
-    return Section("Timeline", text, charts)
+    both = loss_chart(rank), scale_chart(rank)
+    charts = [chart for chart in both if chart is not None and chart.title != shown.title]
+    return Section("Timeline", f"{len(rank.steps)} attempts to step, {skipped} of them skipped.", charts)
 
 
 def write(report: Report, content: dict[str, Any], folder: Path, name: str, also: Path | None) -> Path:
