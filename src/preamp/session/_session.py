@@ -22,6 +22,7 @@ from ..ledger import Gradients, Masters, clear_gradients, gradients_of
 from ..modules import Conversion
 from ..optim import FusedOptimizer
 from ..policy import Policy
+from ..scaling import Skips, first_nonfinite
 from ..sharding import flat_group, is_sharded, sharded_parts
 from ._capture import CapturedStep, Rates
 from ._checks import (
@@ -32,7 +33,6 @@ from ._checks import (
     check_not_cast,
     check_sharded_late,
     check_state,
-    first_nonfinite,
     named_parameters,
     names_of,
     not_unpacked,
@@ -44,7 +44,7 @@ from ._memory import Memory, memory_of
 from ._order import BackwardPass, CallOrder
 from ._regions import FullPrecision, Joining, OpenRegions, SessionRegion, held_kernels, not_synchronised, warn_outside
 from ._released import Released
-from ._report import Skips, StepReport
+from ._report import StepReport
 from ._step import OptimizerSteps
 
 _CLOSED = "this session is closed; prepare the model again to go on"
