@@ -46,7 +46,7 @@ class Masters:
         self._agreed = Agreed()
         self._audit = Audit()
         self._wide: dict[Parameter, weakref.ref[Parameter]] = {}
-        """The tensors that were last behind parameters in `full`, of which a graph may still be made."""
+        """The float32 tensors that parameters had in `full` last: a graph that is still alive may hold them."""
         self._adopted: set[Parameter] = set()
         """Those that came in 16 bits."""
         self._loaded = False
@@ -121,7 +121,7 @@ class Masters:
             return
         data = parameter.data
         master = leaf.stored.to(data.device)
-        # one that was cast to float32 holds what its master rounds to, and gets the bits that its master has
+        # A parameter that its user cast to float32 holds the rounded value: it gets the master's bits back.
         kept = data == master.to(data.dtype if data.dtype in LOW_DTYPES else leaf.low.dtype)
         if self._loaded and not bool(held_here(kept).all()):
             self.rounded = leaf.name
@@ -199,7 +199,7 @@ class Masters:
             for parameter in leaving:
                 leaf = self._inside[parameter]
                 other = leaf.other
-                # an interrupt kept it from being swapped; one that was cast by its user is float32 as its master is
+                # An interrupt came before the swap. The address decides: a parameter may be float32 by its user's cast.
                 if other is None or (other.dtype is torch.float32 and other.data_ptr() != leaf.low.data_ptr()):
                     continue
                 leaf.take_back(parameter, scale, changed)

@@ -100,7 +100,7 @@ class Session:
         self._joining = Joining(own, self._models, self._conversions, self._gradients)
         self._released = Released([o for o in own if isinstance(o, FusedOptimizer)], full) if release else None
         self._gradients.carry(earlier or {})
-        # released by close(), or with a session that is lost before it
+        # close() calls it, and so does the end of a session that nobody closed
         self._release_kernels = weakref.finalize(self, held_kernels(policy, device_type))
         self._release_kernels.atexit = False
 
@@ -125,7 +125,7 @@ class Session:
         """A region begins: the forward pass is to see 16-bit parameters."""
         self._check_open()
         self._in_regions = True
-        # not by a thread that evaluates while another one trains, and may be about to step
+        # A thread that only evaluates must leave gradients alone: another one may be about to step.
         if torch.is_grad_enabled() and not self._full.depth and self._joining.thread in (None, threading.get_ident()):
             self._gradients.rest()
             self._joining()
@@ -136,8 +136,8 @@ class Session:
     def full_precision(self, *, values_only: bool = False) -> Iterator[None]:
         """Inside, the model runs in float32, with its master weights: for validation, or an export.
 
-        Between steps only: gradients are put aside while it lasts. To these `session.backward` inside adds; those of a
-        plain `loss.backward()` inside end with it. Not in compiled code.
+        Use it between steps, and not in compiled code. Gradients are put aside while it lasts. `session.backward`
+        inside adds to them; gradients of a plain `loss.backward()` inside are dropped as it ends.
 
         Args:
             values_only: Parameters and buffers are to be read or written, and the model will not run.

@@ -221,8 +221,8 @@ class OptimizerSteps:
 class _OpenSessions:
     """Asks open sessions before any optimizer of the process steps: theirs, or another.
 
-    One hook for all. A session that is lost goes silently, and never takes a hook of torch's out: that may happen at
-    any line, also while torch goes through its hooks.
+    One hook serves all sessions. The end of a session that nobody closed does not remove it: the garbage collector may
+    run at any line, also while torch iterates over its hooks.
     """
 
     def __init__(self) -> None:
