@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -178,6 +179,41 @@ def test_a_reparametrization_that_is_removed(how: str, level: str) -> None:
     assert {p.dtype for p in model.parameters()} == {torch.float32}
     assert (model(batch(1)) - exact).norm() < 0.02 * exact.norm()
     assert [type(module) for module in model] == [nn.Linear, nn.LayerNorm, nn.Linear]
+
+
+@pytest.mark.parametrize("where", ["full", "between"])
+@pytest.mark.parametrize("how", ["weight_norm", "parametrizations", "surgery"])
+@pytest.mark.parametrize("level", ["O2", "O5"])
+@pytest.mark.filterwarnings("ignore:.*weight_norm:FutureWarning")
+def test_a_weight_made_of_one_that_is_gone_has_memory_of_its_own(level: str, how: str, where: str) -> None:
+    """The optimizer still has the one that is gone, which its master is not to win over."""
+
+    def trained(level: str) -> Tensor:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 4))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        session = preamp.prepare(model, optimizer, level=level)
+        for step in range(8):
+            if step == 2:
+                full = session.full_precision(values_only=True) if where == "full" else contextlib.nullcontext()
+                with full:
+                    if how == "surgery":
+                        old, model[1] = model[1], nn.Linear(8, 4)
+                        model[1].weight = nn.Parameter(old.weight.data)
+                    else:
+                        NO_MORE[how][0](model[1])
+                known = {p for group in optimizer.param_groups for p in group["params"]}
+                optimizer.add_param_group({"params": [p for p in model.parameters() if p not in known]})
+            with session.autocast():
+                loss = (model(batch(step)).float() - 1).square().mean()
+            session.backward(loss)
+            session.step()
+            session.zero_grad()
+        session.close()
+        return model(batch(9)).detach()
+
+    exact = trained("O0")
+    assert (trained(level) - exact).norm() < 0.02 * exact.norm()
 
 
 @pytest.mark.parametrize("level", ["O1", "O2", "O4", "O5"])

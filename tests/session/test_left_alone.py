@@ -130,6 +130,19 @@ def test_a_parameter_that_joins_gets_what_its_level_says(how: str, level: str, b
     assert late.dtype is torch.float32 or base is not torch.float32
 
 
+@pytest.mark.parametrize("master", ["float32", "split", "split24"])
+def test_a_norm_that_joins_stays_float32_without_a_master(master: str) -> None:
+    model = model_of()
+    norm = model[2].requires_grad_(False)
+    optimizer = preamp.optim.AdamW(model.parameters(), 1e-2, master=master)
+    with preamp.prepare(model, optimizer, level="O5") as session:
+        train(session, model, 2)
+        norm.requires_grad_(True)
+        train(session, model, 2)
+        assert norm.weight.dtype is torch.float32 and not torch.equal(norm.weight, torch.ones(64))
+        assert "2.weight" not in session.state_dict()["masters"]
+
+
 def test_joined_weights_train_as_float32_would() -> None:
     ends = []
     for level in ("O0", "O5"):

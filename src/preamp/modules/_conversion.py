@@ -24,7 +24,7 @@ from ._norms import NORMS, is_norm, mixes, refuse_keras, refuse_scripted
 from ._owned import check_free, disown, own
 from ._precisions import precisions_of, unwrapped
 
-_LEARNS = attrgetter("requires_grad")
+_FLOATS, _LEARNS = (torch.float32, *LOW_DTYPES), attrgetter("requires_grad")
 
 _FAST: tuple[type[nn.Module], ...] = (nn.TransformerEncoder, nn.TransformerEncoderLayer)
 _RNNS: tuple[type[nn.Module], ...] = (nn.RNNBase, nn.RNNCellBase)
@@ -99,17 +99,20 @@ class Conversion:
         if self._known.issuperset(root.parameters()):
             return
         before = set(self._owned)
+        gone = self._known.difference(root.parameters())
+        taken = {held.data_ptr() for parameter in self._keeper.among(gone) for _, held in self._keeper.held(parameter)}
         self._precisions = dict(precisions_of(root, self._policy))
         for path, module in root.named_modules():
             dtype = self._storage(module, self._precisions[path])
             for key, parameter in module._parameters.items():
-                if parameter is None or parameter in self._known or not parameter.is_floating_point():
+                if parameter is None or parameter in self._known or parameter.dtype not in _FLOATS:
                     continue
-                if parameter.dtype is torch.float64:
-                    continue  # as when a model is prepared
                 name = f"{self._prefix}{path}.{key}" if path else f"{self._prefix}{key}"
                 self._left[parameter] = (name, dtype)
-                if module in before and parameter.dtype is dtype and dtype in LOW_DTYPES:
+                lent = parameter.data_ptr() in taken
+                if lent and parameter.dtype is torch.float32:
+                    parameter.data = parameter.data.clone()  # which the master of one that is gone goes on holding
+                if (lent or module in before) and parameter.dtype is dtype and dtype in LOW_DTYPES:
                     self._low.lower(name, parameter, dtype)
                 else:
                     self._low.adopt(name, parameter)
@@ -127,7 +130,7 @@ class Conversion:
                 name = f"{self._prefix}{path}.{key}" if path else f"{self._prefix}{key}"
                 if isinstance(parameter, UninitializedParameter):
                     raise PolicyError(f"the parameter {name} is lazy: run one batch through the model before prepare()")
-                if not parameter.is_floating_point() or parameter.dtype is torch.float64:
+                if parameter.dtype not in _FLOATS:
                     continue
                 if parameter in seen:
                     first, stored = seen[parameter]
@@ -218,7 +221,7 @@ class Conversion:
                 continue  # FSDP2's are their own masters; another model of the session may have it as well
             if parameter.dtype is not torch.float32 and parameter.dtype is not dtype:
                 set_data(parameter, parameter.data.float())
-            if parameter.dtype is dtype:
+            if dtype in LOW_DTYPES and parameter.dtype is dtype:
                 self._keeper.adopt(name, parameter)
             elif dtype in LOW_DTYPES:
                 self._keeper.lower(name, parameter, dtype)
