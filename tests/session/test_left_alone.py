@@ -158,6 +158,30 @@ def test_joined_weights_train_as_float32_would() -> None:
     assert (ends[1] - ends[0]).norm() <= 0.1 * (ends[0] - start).norm()
 
 
+@pytest.mark.parametrize("how", ["added", "optimizer's own"])
+@pytest.mark.parametrize("level", ["O1", "O2", "O3", "O4", "O5"])
+def test_the_gradient_that_a_weight_has_as_it_joins_counts(level: str, how: str) -> None:
+    """Of a micro-batch before, as in plain torch."""
+    moved = []
+    for chosen in ("O0", level):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(16, 8), nn.Linear(8, 4))
+        optimizer = torch.optim.SGD(model[1].parameters(), lr=0.1)
+        with preamp.prepare(model, optimizer, level=chosen) as session:
+            for part in range(2):
+                with session.autocast():
+                    loss = model(torch.ones(2, 16)).float().square().mean()
+                session.backward(loss)
+                if part == 0 and how == "added":
+                    optimizer.add_param_group({"params": list(model[0].parameters())})
+                elif part == 0:
+                    optimizer.param_groups[0]["params"].extend(model[0].parameters())
+            before = model[0].weight.detach().float().clone()
+            session.step()
+            moved.append(model[0].weight.detach().float() - before)
+    assert (moved[1] - moved[0]).norm() < 0.1 * moved[0].norm()
+
+
 class Quantizer(nn.Module):
     """A codebook that is a moving average, written in the forward pass by two ways that leave no trace."""
 
