@@ -61,6 +61,9 @@ class OptimizerSteps:
         for each in self.optimizers:
             if isinstance(each, FusedOptimizer):
                 each.lend(masters)
+        for each in self.optimizers:
+            if not hasattr(each, "_optimizer_load_state_dict_pre_hooks"):  # of a class that does not call torch's
+                Optimizer.__setstate__(each, {})
         self._handles = [
             handle
             for each in self.optimizers
@@ -84,16 +87,14 @@ class OptimizerSteps:
 
         @wraps(method)
         def run(*args: Any, **kwargs: Any) -> Any:
-            if {group.get("train_mode") for group in optimizer.param_groups} == {name == "train"}:
-                return method(*args, **kwargs)  # nothing to exchange: trainers call it before each step
-            if self._full.depth and not low:
-                return method(*args, **kwargs)  # they are in the parameters already
-            if low:  # without masters its states are 16-bit, as the parameters are
-                if self._full.depth:
-                    raise SessionError(
-                        f"{name}() of {type(optimizer).__name__} inside full_precision(), where parameters are float32 "
-                        "and without masters its states are 16-bit: call it outside"
-                    )
+            inside = self._full.depth > 0
+            same = {group.get("train_mode") for group in optimizer.param_groups} == {name == "train"}
+            if low and inside and not same:
+                raise SessionError(
+                    f"{name}() of {type(optimizer).__name__} inside full_precision(), where parameters are float32 "
+                    "and without masters its states are 16-bit: call it outside"
+                )
+            if same or inside or low:  # trainers call it before each step; or its states are as the parameters are
                 return method(*args, **kwargs)
             self._gradients.rest()
             with self._full:
