@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import threading
 import weakref
@@ -437,6 +438,30 @@ def test_inputs_of_a_backward_are_reached_in_a_pass_in_full_precision(level: str
         plain = two_layers()
         plain(batch()).square().mean().backward()
         torch.testing.assert_close(wanted.grad, plain[0].weight.grad, rtol=1e-2, atol=1e-3)
+
+
+@over(level=LEVELS, made=["full", "region", "both"], asked=["full", "between"])
+def test_gradients_of_a_graph_made_with_the_other_weights(level: str, made: str, asked: str) -> None:
+    """`session.grad` finds masters and 16-bit weights, whichever are in their parameters as it is called."""
+    model = two_layers()
+    wanted = list(model.parameters())
+    exact = dict(zip(wanted, torch.autograd.grad(model(batch()).square().mean(), wanted), strict=True))
+    session = preamp.prepare(model, torch.optim.SGD(wanted, lr=0.1), level=level, scale=1.0)
+    with session.full_precision() if made != "region" else session.autocast():
+        loss = model(batch()).float().square().mean()
+    if made == "both":
+        with session.autocast():
+            loss = loss + model(batch()).float().square().mean()
+    with session.full_precision() if asked == "full" else contextlib.nullcontext():
+        for parameter, gradient in zip(wanted, session.grad(loss, wanted, create_graph=False), strict=True):
+            assert gradient.dtype is torch.float32 and gradient.shape == parameter.shape
+            found = gradient / (2 if made == "both" else 1)
+            assert (found - exact[parameter]).norm() < 0.05 * exact[parameter].norm()
+    with session.autocast():
+        part = model[0](batch().to(model[0].weight.dtype)).sum()
+    with pytest.raises((RuntimeError, SessionError), match=r"not have been used in the graph|depend on one of"):
+        session.grad(part, model[2].weight)
+    session.close()
 
 
 @pytest.mark.parametrize("level", ["O2", "O3", "O5"])

@@ -190,8 +190,9 @@ class Session:
         if not sync:
             self._needs_gradients("backward(sync=False)")
             check_no_sync(self._models.values())
-        if kwargs.get("inputs") is not None:
-            kwargs["inputs"] = self._masters.inputs(kwargs["inputs"])
+        if (given := kwargs.get("inputs")) is not None:
+            inputs = [given] if isinstance(given, Tensor) else given
+            kwargs["inputs"] = [each for one in inputs for each in self._masters.behind(one)]
         scale = self._losses[name]
         seed = scale.seed(loss) if kwargs.get("gradient") is None else None  # saves the product, and its backward
         backward = scale.scale(loss).backward if seed is None else functools.partial(loss.backward, seed)
@@ -241,11 +242,10 @@ class Session:
         if self._closed:
             raise SessionError(_CLOSED)
         scale = self._losses[self._losses.named(name)]
-        wanted = (inputs,) if isinstance(inputs, Tensor) else tuple(inputs)
-        scaled = scale.scale(outputs)
-        raw = torch.autograd.grad(scaled, wanted, torch.ones_like(scaled), create_graph=create_graph)
+        wanted = (inputs,) if isinstance(inputs, Tensor) else inputs
+        scaled = self._masters.grad(scale.scale(outputs), wanted, create_graph)
         inverse = scale.inverse(outputs.device)
-        return tuple(g.float() if inverse is None else g.float() * inverse.to(g.device) for g in raw)
+        return tuple(g if inverse is None else g * inverse.to(g.device) for g in scaled)
 
     def no_sync(self, *wrapped: nn.Module) -> AbstractContextManager[None]:
         """Inside, DistributedDataParallel and FSDP2 models do not exchange gradients: for micro-batches but the last.
