@@ -104,6 +104,15 @@ def test_norms_of_a_frozen_base(level: str, norm: Callable[[int], nn.Module], ba
         first = train(session, model, 1)
         assert train(session, model, 20) < first
         assert {name: t.dtype for name, t in frozen_part.state_dict().items()} == dtypes
+        with session.full_precision(), torch.no_grad():
+            assert model(torch.ones(4, 16)).dtype is torch.float32
+            assert not any(t.dtype in (torch.float16, torch.bfloat16) for t in model.buffers())
+            frozen_part[1].register_buffer("late", torch.ones(2, dtype=base))
+        with session.full_precision(values_only=True):
+            frozen_part[1].late.add_(1)
+        assert frozen_part[1].late.dtype is base and frozen_part[1].late.tolist() == [2.0, 2.0]
+        del frozen_part[1].late
+        assert {name: t.dtype for name, t in frozen_part.state_dict().items()} == dtypes
         frozen_part.requires_grad_(True)
         assert train(session, model, 2) < 10
 
