@@ -8,7 +8,7 @@ from itertools import chain
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
@@ -17,7 +17,7 @@ from ..kernels import multiply_, present_in
 from ..ledger import Gradients, Masters, parameters_of
 from ..scaling import LossScale
 from ..sharding import agreed_largest
-from ._checks import check_hooks, is_marked
+from ._checks import is_marked
 from ._losses import Losses, PendingScales
 from ._others import OtherLeaves
 from ._regions import FullPrecision
@@ -64,13 +64,8 @@ class CallOrder:
 
     # -- backward
 
-    def check_backward(self, low: Mapping[str, nn.Module] | None) -> None:
-        """Check before a backward pass that somebody steps its gradients, and that they fit those that are there.
-
-        `low`: before the first step, models with 16-bit parameters.
-        """
-        if low is not None:
-            check_hooks(low)
+    def check_backward(self) -> None:
+        """Check before a backward pass that somebody steps its gradients, and that they fit those that are there."""
         if not self._optimizers and (self._losses.scaled or len(self._masters)):
             self._nobody_steps()
         for parameter in () if self._full.depth else chain.from_iterable(self._seen.values()):

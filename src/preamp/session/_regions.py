@@ -269,8 +269,12 @@ class Joining:
         self.thread: int | None = None
         """That of the last backward pass."""
 
-    def __call__(self) -> None:
+    def check(self) -> None:
+        """Refuse such hooks."""
         self._wrappers = check_hooks(self._models, self._wrappers)
+
+    def __call__(self) -> None:
+        self.check()
         groups = [group["params"] for optimizer in self._optimizers for group in optimizer.param_groups]
         seen = sum(conversion.learning for conversion in self._conversions), sum(map(len, groups))
         if seen != self._seen:

@@ -15,7 +15,6 @@ from torch.optim import Optimizer
 
 from ..compiling import traced_by_callers, uncompiled
 from ..errors import SessionError
-from ..formats import LOW_DTYPES
 from ..frameworks import unwrap
 from ..kernels import clip_values_
 from ..ledger import Gradients, Masters, clear_gradients, gradients_of
@@ -218,7 +217,8 @@ class Session:
             self._gradients.rest()
         for each in self._optimizers.values() if self._released is not None else ():
             self._gradients.follow(each)
-        self._order.check_backward(self._models if not self._attempts and self.policy.params in LOW_DTYPES else None)
+        self._joining.check()
+        self._order.check_backward()
         self._settle(name)
         if self._losses.scaled:
             self._order.scaled_pass(loss, self._losses[name])
