@@ -262,6 +262,7 @@ class Keeping(torch.optim.SGD):
     def step(self, closure: Any = None) -> Any:
         self.state["whole"]["steps"] = self.state["whole"].get("steps", 0) + 1
         self.state.setdefault("name", "own")
+        self.state.setdefault("basis", torch.zeros(3))
         return super().step(closure)
 
 
@@ -276,6 +277,8 @@ def test_an_optimizer_that_keeps_states_under_names(level: str, tmp_path: Path) 
             session.backward(loss)
             session.step()
             session.zero_grad()
+        moments = sum(s["momentum_buffer"].numel() for p, s in optimizer.state.items() if isinstance(p, Tensor))
+        assert session.memory().bytes_of("states") == (2 if level == "O3" else 4) * moments + 12
         file = tmp_path / "run.pt"
         preamp.checkpoint.save(file, model=model, optimizer=optimizer, session=session)
         preamp.checkpoint.load(file, model=model, optimizer=optimizer, session=session)

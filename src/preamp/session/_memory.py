@@ -95,7 +95,8 @@ def memory_of(
 
 def _states(optimizer: Optimizer) -> Iterator[Tensor]:
     for state in optimizer.state.values():
-        yield from (value for value in state.values() if isinstance(value, Tensor))
+        every = state.values() if isinstance(state, dict) else (state,)  # which some keep for all, under a name
+        yield from (value for value in every if isinstance(value, Tensor))
 
 
 def _bucketed(model: nn.Module, replicated: bool) -> Iterator[Tensor]:
