@@ -6,7 +6,9 @@ import contextlib
 import gc
 import threading
 import weakref
+from collections import defaultdict
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,7 +19,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import _global_optimizer_pre_hooks, register_optimizer_step_pre_hook
 
 import preamp
-from preamp.errors import SessionError
+from preamp.errors import CheckpointError, SessionError
 
 from ..rows import over
 
@@ -252,6 +254,53 @@ def test_an_optimizer_around_another_steps_it(level: str, by_torch: bool) -> Non
         pass_of(session, model)
         session.step()
     assert not torch.equal(weights(model), before)
+
+
+class Lookahead(Optimizer):
+    """Keeps slow weights, and states of a form of its own, as libraries have it: nothing of torch's is called."""
+
+    def __init__(self, inner: Optimizer) -> None:
+        self.inner, self.param_groups, self.defaults, self.taken = inner, inner.param_groups, {}, 0
+        self.state = defaultdict(dict)
+        for parameter in self.param_groups[0]["params"]:
+            self.state[parameter]["slow"] = parameter.detach().clone()
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self.inner.step()
+        self.taken += 1
+        for parameter, state in self.state.items() if self.taken % 2 == 0 else ():
+            parameter.copy_(state["slow"].lerp_(parameter, 0.5))
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"slow": [dict(each) for each in self.state.values()], "inner": self.inner.state_dict()}
+
+    def load_state_dict(self, state: Any) -> None:
+        for (parameter, own), saved in zip(self.state.items(), state["slow"], strict=True):
+            own["slow"] = saved["slow"].to(parameter.dtype).clone()
+        self.inner.load_state_dict(state["inner"])
+
+
+@pytest.mark.parametrize("level", ["O0", *LEVELS])
+def test_an_optimizer_that_loads_states_by_itself_gets_float32_ones(level: str, tmp_path: Path) -> None:
+    model = two_layers()
+    optimizer = Lookahead(torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9))
+    with preamp.prepare(model, optimizer, level=level, scale=1.0) as session:
+        for _ in range(3):
+            pass_of(session, model)
+            session.step()
+            session.zero_grad()
+        preamp.checkpoint.save(tmp_path / "run.pt", model=model, optimizer=optimizer, session=session)
+        before = [each["slow"].clone() for each in optimizer.state.values()]
+        preamp.checkpoint.load(tmp_path / "run.pt", model=model, optimizer=optimizer, session=session)
+        after = [each["slow"] for each in optimizer.state.values()]
+        assert all(a.dtype is torch.float32 and torch.equal(a, b) for a, b in zip(after, before, strict=True))
+        assert all(s["momentum_buffer"].dtype is torch.float32 for s in optimizer.inner.state.values())
+        pass_of(session, model)
+        session.step()
+    with pytest.raises(CheckpointError, match="does not fit the optimizer"):
+        preamp.checkpoint.load(tmp_path / "run.pt", optimizer=torch.optim.SGD(model.parameters(), lr=0.1))
+    assert "load_state_dict" not in vars(optimizer)
 
 
 def test_closed_sessions_look_at_no_optimizer() -> None:

@@ -58,27 +58,21 @@ class OptimizerSteps:
         self.loads = 0
         """How often states were loaded, which are in new tensors then."""
         self._stepping: Optimizer | None = None
+        self._handles: list[Any] = []
         for each in self.optimizers:
             if isinstance(each, FusedOptimizer):
                 each.lend(masters)
-        for each in self.optimizers:
             if not hasattr(each, "_optimizer_load_state_dict_pre_hooks"):  # of a class that does not call torch's
                 Optimizer.__setstate__(each, {})
-        self._handles = [
-            handle
-            for each in self.optimizers
-            for handle in (
-                each.register_load_state_dict_pre_hook(self._before_load),
-                each.register_load_state_dict_post_hook(self._after_load),
-            )
-        ]
+            self._handles.append(each.register_load_state_dict_pre_hook(self._before_load))
+            self._handles.append(each.register_load_state_dict_post_hook(self._after_load))
         _OPEN.add(self)
         self._modes = [
             (each, name, *self._in_float32(each, name)) for each in self.optimizers for name in modes_of(each)
         ]
 
     def _in_float32(self, optimizer: Any, name: str) -> tuple[Any, Any]:
-        """Have `optimizer.train` or `eval` find masters in the parameters, which it writes.
+        """Have `optimizer.train`, or another method, find masters in the parameters, which it writes.
 
         Returns what stands in its place now, and what stood in the instance before, if anything.
         """
@@ -257,9 +251,13 @@ _OPEN = _OpenSessions()
 
 
 def modes_of(optimizer: Optimizer) -> tuple[str, ...]:
-    """The methods of an optimizer (of schedulefree, say) that exchange weights of training and of evaluation."""
-    both = ("train", "eval")
-    return both if all(callable(getattr(type(optimizer), name, None)) for name in both) else ()
+    """The methods of an optimizer that exchange weights of training and of evaluation (as schedulefree's do), and its
+    own way to load states, which need not call torch's hooks.
+    """
+    kind, both = type(optimizer), ("train", "eval")
+    modes = both if all(callable(getattr(kind, name, None)) for name in both) else ()
+    plain = isinstance(optimizer, FusedOptimizer) or kind.load_state_dict is Optimizer.load_state_dict
+    return modes if plain else (*modes, "load_state_dict")
 
 
 def _size(group: Mapping[str, Any]) -> int:
