@@ -111,6 +111,28 @@ def test_the_widest_wins(name: str, backend: str | None) -> None:
         check(seen, function(*exact), given, exact)
 
 
+@over(layout=["coo", "csr"], learns=["matrix", "features", "both"], dtype=[FP32, BF16])
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta")
+def test_products_with_sparse_matrices(layout: str, learns: str, dtype: torch.dtype) -> None:
+    """As graph networks have them: of an adjacency and of features, either of which may be 16-bit already."""
+    if layout == "csr" and learns != "features":
+        return  # torch itself has no gradient of the matrix
+    (dense, x), exact = made(((6, 6), (6, 3)), (FP32, dtype))
+    results = []
+    for d, f in ((dense, x), exact):
+        d.requires_grad_(learns != "features"), f.requires_grad_(learns != "matrix")
+        with preamp.autocast("cpu", dtype=BF16, enabled=d is dense):
+            matrix = d.to_sparse() if layout == "coo" else d.to_sparse_csr()
+            results.append(torch.sparse.mm(matrix, f))
+    torch.testing.assert_close(*results, rtol=1e-2, atol=2e-2)
+    for result in results:
+        result.float().square().sum().backward()
+    for ours, theirs in zip((dense, x), exact, strict=True):
+        assert (ours.grad is None) == (theirs.grad is None)
+        if ours.grad is not None and theirs.grad is not None:
+            torch.testing.assert_close(ours.grad.float(), theirs.grad, rtol=4e-2, atol=0.1)
+
+
 @pytest.mark.parametrize("name", IN_FLOAT32)
 def test_without_a_16_bit_kernel(name: str) -> None:
     function, shapes = IN_FLOAT32[name]
