@@ -8,13 +8,13 @@ from typing import Any
 
 from torch import nn
 
-from ..errors import CheckpointError, OptimizerError, PreampError, PreampWarning, kind_of
+from ..errors import CheckpointError, OptimizerError, PreampError, PreampWarning, StateError, kind_of
 from ..session import Session, sessions_of
 from ._arguments import AnyPath, Models, Optimizers, check_path, check_session, named
 from ._content import kept_on_host
 from ._file import read
 from ._fitting import fitting
-from ._masters import Beside, in_full
+from ._masters import BITS, Beside, in_full, joined
 from ._save import finish
 
 
@@ -57,6 +57,11 @@ def load(
     }
     finish()
     content = read(path)
+    try:
+        for name, bits in content.pop(BITS, {}).items():
+            joined(content[name], bits)
+    except (StateError, LookupError, AttributeError, TypeError) as error:
+        raise CheckpointError(f"{path} has bits of masters that are none of its models' ({error})") from error
     if missing := targets.keys() - content:
         raise CheckpointError(f"{path} has no {', '.join(map(repr, sorted(missing)))}; it has {', '.join(content)}")
     parts = [(name, target, fitting(name, target, content[name], path)) for name, target in targets.items()]

@@ -18,6 +18,8 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import LoadPlan
 
+from ._masters import BITS
+
 _CONTENTS = ".metadata"
 _TORCHS = {"torch.distributed.checkpoint.metadata", "torch.distributed.checkpoint.filesystem"}
 _KINDS = {
@@ -66,6 +68,13 @@ class Reader(FileSystemReader):
         """The parameters of which it has an optimizer's states."""
         paths = (self.read_metadata().planner_data or {}).values()
         return {path[2] for path in paths if path[:2] == ("optimizer", "state") and len(path) > 2}
+
+    def bits(self) -> dict[str, torch.dtype]:
+        """The parameters whose masters are split in it, and the dtypes of their bits."""
+        contents = self.read_metadata()
+        paths = {path[1]: key for key, path in (contents.planner_data or {}).items() if path[0] == BITS}
+        stored: Any = contents.state_dict_metadata
+        return {name: stored[key].properties.dtype for name, key in paths.items()}
 
 
 class Planner(DefaultLoadPlanner):

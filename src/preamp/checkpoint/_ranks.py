@@ -7,7 +7,7 @@ it must not happen where a checkpoint is only written, and not to parameters tha
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ..errors import CheckpointError
-from ..session import sessions_of
+from ..session import Session, sessions_of
 from ..sharding import ranks
 from ._masters import in_float32
 
@@ -78,6 +78,24 @@ def named_states(model: nn.Module, optimizer: Optimizer) -> tuple[dict[str, Any]
     return states, {**steps, "state": {name: state for name, state in of_steps.items() if state}}
 
 
+def names_in(optimizer: Optimizer, steps: Mapping[str, Any]) -> dict[nn.Parameter, str]:
+    """The names under which the `named_states` of an optimizer have its parameters."""
+    pairs = zip(steps["param_groups"], optimizer.param_groups, strict=True)
+    return {p: name for own, group in pairs for name, p in zip(own["params"], group["params"], strict=True)}
+
+
+def split_again(
+    states: dict[str, Any], names: Mapping[nn.Parameter, str], sessions: Iterable[Session]
+) -> dict[str, Any]:
+    """Put weights of split masters into a model's state, in place of float32; returns the bits beside them."""
+    bits: dict[str, Any] = {}
+    for each in sessions:
+        for parameter, kept in each._masters.saved().items():
+            if not isinstance(kept, Tensor) and names.get(parameter) in states:
+                states[names[parameter]], bits[names[parameter]] = kept
+    return bits
+
+
 @contextmanager
 def states_for(model: nn.Module, optimizer: Optimizer, names: Collection[str]) -> Iterator[None]:
     """Inside, the optimizer has states for the parameters named, and no others, to be read into.
@@ -85,12 +103,7 @@ def states_for(model: nn.Module, optimizer: Optimizer, names: Collection[str]) -
     They are made by a step with gradients of zero at a rate of zero, which moves no parameter. If something goes wrong,
     the optimizer has the states it had.
     """
-    groups: Any = named_states(model, optimizer)[1]["param_groups"]
-    owners = {
-        param: name
-        for named, group in zip(groups, optimizer.param_groups, strict=True)
-        for name, param in zip(named["params"], group["params"], strict=True)
-    }
+    owners = names_in(optimizer, named_states(model, optimizer)[1])
     gradients = {param: param.grad for param in owners}
     states, unstarted = dict(optimizer.state), set(getattr(optimizer, "unstarted", ()))
     try:

@@ -14,7 +14,7 @@ from ..session import Session
 from ._arguments import AnyPath, Models, Optimizers, check_path, check_session, named
 from ._content import check_loadable, kept_on_host
 from ._file import write
-from ._masters import Beside, in_full
+from ._masters import BITS, Beside, in_full, parts_of
 
 
 def save(
@@ -61,19 +61,22 @@ def _content(
     check_path(path)
     models, optimizers = named("model", model), {} if optimizer is None else named("optimizer", optimizer)
     check_session(session, models.values(), optimizers.values())
-    content = {name: in_full(each, session).state_dict() for name, each in models.items()}
+    content, bits = {}, {}
+    for name, each in models.items():
+        content[name], beside = parts_of(in_full(each, session))
+        bits.update({name: beside} if beside else {})
     content.update({name: each.state_dict() for name, each in optimizers.items()})
     if session is not None:
         content["amp"] = Beside(session, models.values()).state_dict()
     for name, value in extra.items():
-        if name == "format" or name in content:
+        if name in ("format", BITS) or name in content:
             raise CheckpointError(f"{name!r} is a name that checkpoints use themselves; choose another")
         if isinstance(value, Session):
             raise CheckpointError(f"{name}= is a session: give it as session=, so that its masters are in the model's")
         content[name] = value.state_dict() if hasattr(value, "state_dict") and not isinstance(value, type) else value
     for name, state in content.items():
         check_loadable(state, name)
-    return content
+    return {**content, BITS: bits} if bits else content
 
 
 # -- in the background

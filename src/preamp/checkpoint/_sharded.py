@@ -16,6 +16,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -27,8 +28,8 @@ from ._arguments import AnyPath, check_kind, check_path, check_session
 from ._content import kept_on_host
 from ._file import read, sha256_of, write
 from ._load import tell_left
-from ._masters import Beside, in_float32
-from ._ranks import named_states, on_all_ranks, own_group, states_for
+from ._masters import BITS, Beside, in_float32, joined
+from ._ranks import named_states, names_in, on_all_ranks, own_group, split_again, states_for
 from ._save import finish, in_background
 
 LATEST = "latest"
@@ -95,7 +96,8 @@ def _saving(
     amp, name = on_all_ranks(begin, _UNWRITTEN)[0]
     with in_float32(sessions_of(model)):
         states, steps = named_states(model, optimizer)
-        parts = held({"model": states, "optimizer": steps})
+        bits = split_again(states, names_in(optimizer, steps), sessions_of(model))
+        parts = held({"model": states, BITS: bits, "optimizer": steps})
 
     def hashed() -> dict[str, str]:
         mine = [f"__{rank()}_*", *([".metadata"] if rank() == 0 else [])]
@@ -160,9 +162,14 @@ def load_sharded(folder: AnyPath, *, model: nn.Module, optimizer: Optimizer, ses
     with states_for(model, optimizer, stated):
         with in_float32(sessions_of(model)):
             states, steps = named_states(model, optimizer)
-            parts: dict[str, Any] = {"model": map_tensors(Tensor.clone, states), "optimizer": steps}
+            parts: dict[str, Any] = {"model": map_tensors(Tensor.clone, states), BITS: {}, "optimizer": steps}
+        for name, dtype in reader.bits().items():
+            if isinstance(wide := parts["model"].get(name), Tensor):
+                parts[BITS][name] = torch.empty_like(wide, dtype=dtype)
+                parts["model"][name] = torch.empty_like(wide, dtype=torch.bfloat16)
         with _torchs_own(refused):
             load_parts(parts, storage_reader=reader, planner=Planner())
+            joined(parts["model"], parts[BITS])
         if session is not None:
             Beside(session, [model]).load_state_dict(latest["amp"])
         with in_float32(sessions_of(model)):

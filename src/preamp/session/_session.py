@@ -437,7 +437,7 @@ class Session:
             "version": STATE_VERSION,
             "policy": str(self.policy),
             "losses": self._losses.state_dict(),
-            "masters": dict(self._masters.named()),
+            "masters": self._masters.named(),
             "steps": self._attempts,
             "skipped": self.skipped,
         }
