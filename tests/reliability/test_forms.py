@@ -24,7 +24,8 @@ from preamp.tree import tensors
 BY_CHANCE: dict[str, Any] = {"master": None, "rounding": "stochastic"}
 FORMS: dict[str, tuple[str | None, dict[str, Any] | None]] = {
     "torch alone": (None, None), "torch, O4": ("O4", None), "torch, O5": ("O5", None), "float32": ("O5", {}),
-    "split": ("O5", {"master": "split"}), "split24": ("O5", {"master": "split24"}), "none": ("O5,masters=no", BY_CHANCE),
+    "split": ("O5", {"master": "split"}), "split24": ("O5", {"master": "split24"}),
+    "none": ("O5,masters=no", BY_CHANCE),
 }  # fmt: skip
 """The policy, None for no session, and the options of preamp's AdamW, None for torch's."""
 FORMS |= {
@@ -240,8 +241,9 @@ def test_a_master_that_is_none_is_told(made: Callable[..., Run], form: str) -> N
     run.train(1)
     good, before = run.session.state_dict(), run.values()
     weight, bits = split(torch.randn(64, 64), torch.int8)
-    for kept in ((weight,), (weight, bits, bits), (weight, bits[:1]), (weight.float(), bits), (weight, bits.float()),
-                 (bits, weight), (), None, "x", bits, weight[:1], (weight[:1], bits[:1]), weight.to_sparse()):  # fmt: skip
+    wrong = [(weight,), (weight, bits, bits), (weight, bits[:1]), (weight.float(), bits), (weight, bits.float())]
+    wrong += [(bits, weight), (), None, "x", bits, weight[:1], (weight[:1], bits[:1]), weight.to_sparse()]
+    for kept in wrong:
         with pytest.raises(StateError, match=r"0\.weight"):
             run.session.load_state_dict({**good, "masters": {**good["masters"], "0.weight": kept}})
     assert all(map(torch.equal, before, run.values()))
@@ -268,3 +270,26 @@ def test_a_session_is_saved_in_8_bits_with_few_tensors_of_float32(made: Callable
     run.train(1)
     wide = [t for part in run.parts().values() for t in tensors(part.state_dict()) if t.dtype is torch.float32]
     assert sum(t.numel() for t in wide) < 0.05 * sum(p.numel() for p in run.model.parameters())
+
+
+@pytest.mark.parametrize("way", ["save", "save_sharded"])
+@pytest.mark.parametrize("theirs", [{}, {"master": "split"}, {"master": "split24", "states": "8bit"}], ids=str)
+@pytest.mark.parametrize("mine", [{}, {"master": "split"}, {"master": "split24", "states": "8bit"}], ids=str)
+def test_masters_that_an_optimizer_keeps_itself(tmp_path: Path, mine: Any, theirs: Any, way: str) -> None:
+    """Of bfloat16 weights without a session."""
+    ends = []
+    for options in (mine, theirs):
+        torch.manual_seed(len(ends))
+        weight = nn.Linear(64, 64).bfloat16()
+        optimizer = preamp.optim.AdamW(weight.parameters(), 1e-2, **options)
+        for _ in range(2):
+            weight(torch.ones(2, 64, dtype=torch.bfloat16)).float().square().mean().backward()
+            optimizer.step()
+        if ends:
+            load = checkpoint.load if way == "save" else checkpoint.load_sharded
+            load(tmp_path / "a", model=weight, optimizer=optimizer)
+        else:
+            getattr(checkpoint, way)(tmp_path / "a", model=weight, optimizer=optimizer)
+        state = optimizer.state[weight.weight]
+        ends.append(state["master"] if "master" in state else join(weight.weight.detach(), state["master_bits"]))
+    assert torch.equal(ends[1], join(*split(ends[0], torch.int8)) if "8bit" in theirs.values() else ends[0])

@@ -47,12 +47,12 @@ def load(
                 f"{name}= is an object to load into, with a load_state_dict; got {kind_of(target)}: read such a "
                 f"value from what load() returns, load(path)[{name!r}]"
             )
-    # An optimizer that loads has masters follow the model's weights, which must still be the old ones if something goes
-    # wrong. A session gives the model's masters back as they were before the model takes others.
+    # A session gives the model's masters back as they were before the model takes others. An optimizer that keeps bits
+    # of masters itself joins them to the weights.
     targets = {
-        **optimizers,
         **({} if session is None else {"amp": Beside(session, models.values())}),
         **{name: in_full(each, session) for name, each in models.items()},
+        **optimizers,
         **extra,
     }
     finish()

@@ -45,7 +45,9 @@ class InFloat32:
         Only a model that copies its weights for its state has its masters change places. That would round gradients
         that are clipped and not stepped yet, and a save is to change nothing.
         """
-        masters: dict[Any, Any] = {parameter: kept for each in self._sessions for parameter, kept in each._masters.saved().items()}
+        masters: dict[Any, Any] = {
+            parameter: kept for each in self._sessions for parameter, kept in each._masters.saved().items()
+        }
         state: Any = self._model.state_dict(keep_vars=True)
         bits: dict[str, Tensor] = {}
         left = masters.keys() & set(self._model.parameters())

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
@@ -64,10 +65,16 @@ class Reader(FileSystemReader):
         contents.storage_meta.load_id = self.load_id  # type: ignore[union-attr]
         return contents
 
-    def params_with_states(self) -> set[str]:
-        """The parameters of which it has an optimizer's states."""
-        paths = (self.read_metadata().planner_data or {}).values()
-        return {path[2] for path in paths if path[:2] == ("optimizer", "state") and len(path) > 2}
+    def states(self) -> dict[str, dict[str, Tensor]]:
+        """An optimizer's states by parameter and name, as meta tensors; numbers are left out."""
+        found: dict[str, dict[str, Tensor]] = {}
+        contents: Any = self.read_metadata()
+        for key, path in (contents.planner_data or {}).items():
+            if path[:2] == ("optimizer", "state") and len(path) > 3:
+                row, stored = found.setdefault(path[2], {}), contents.state_dict_metadata[key]
+                if hasattr(stored, "size"):
+                    row[path[3]] = torch.empty(stored.size, dtype=stored.properties.dtype, device="meta")
+        return found
 
     def bits(self) -> dict[str, torch.dtype]:
         """The parameters whose masters are split in it, and the dtypes of their bits."""

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ..errors import CheckpointError
+from ..optim._eight_bit import stored_as
 from ..session import Session, sessions_of
 from ..sharding import ranks
 from ._masters import in_float32
@@ -82,6 +83,15 @@ def names_in(optimizer: Optimizer, steps: Mapping[str, Any]) -> dict[nn.Paramete
     """The names under which the `named_states` of an optimizer have its parameters."""
     pairs = zip(steps["param_groups"], optimizer.param_groups, strict=True)
     return {p: name for own, group in pairs for name, p in zip(own["params"], group["params"], strict=True)}
+
+
+def as_stored(steps: dict[str, Any], names: Mapping[nn.Parameter, str], stored: Mapping[str, Any]) -> list[str]:
+    """Give states the form in which they are stored (`stored_as`); returns the parameters whose form that changes."""
+    rows = steps["state"]
+    own = {name: stored_as(rows[name], param, stored[name]) for param, name in names.items() if name in rows}
+    changed = [name for name, row in own.items() if row is not rows[name]]
+    rows.update(own)
+    return changed
 
 
 def split_again(

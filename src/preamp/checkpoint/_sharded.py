@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ..errors import CheckpointError
+from ..optim._eight_bit import as_float32
 from ..session import Session, sessions_of
 from ..sharding import rank, ranks
 from ..tree import map_tensors
@@ -29,7 +30,7 @@ from ._content import kept_on_host
 from ._file import read, sha256_of, write
 from ._load import tell_left
 from ._masters import BITS, Beside, in_float32, joined
-from ._ranks import named_states, names_in, on_all_ranks, own_group, split_again, states_for
+from ._ranks import as_stored, named_states, names_in, on_all_ranks, own_group, split_again, states_for
 from ._save import finish, in_background
 
 LATEST = "latest"
@@ -94,7 +95,7 @@ def _saving(
         return None if beside is None else beside.state_dict(), name
 
     amp, name = on_all_ranks(begin, _UNWRITTEN)[0]
-    with in_float32(sessions_of(model)):
+    with in_float32(each for each in sessions_of(model) if each.policy.masters):  # else there is nothing to be exact
         states, steps = named_states(model, optimizer)
         bits = split_again(states, names_in(optimizer, steps), sessions_of(model))
         parts = held({"model": states, BITS: bits, "optimizer": steps})
@@ -158,11 +159,12 @@ def load_sharded(folder: AnyPath, *, model: nn.Module, optimizer: Optimizer, ses
     refused = f"{source} cannot be loaded into this model and optimizer, and nothing was"
     reader = Reader(source / str(latest["generation"]))
     with _torchs_own(refused):
-        stated = on_all_ranks(reader.params_with_states, refused)[0]
+        stated = on_all_ranks(reader.states, refused)[0]
     with states_for(model, optimizer, stated):
         with in_float32(sessions_of(model)):
             states, steps = named_states(model, optimizer)
             parts: dict[str, Any] = {"model": map_tensors(Tensor.clone, states), BITS: {}, "optimizer": steps}
+            changed = as_stored(steps, names_in(optimizer, steps), stated)
         for name, dtype in reader.bits().items():
             if isinstance(wide := parts["model"].get(name), Tensor):
                 parts[BITS][name] = torch.empty_like(wide, dtype=dtype)
@@ -170,6 +172,7 @@ def load_sharded(folder: AnyPath, *, model: nn.Module, optimizer: Optimizer, ses
         with _torchs_own(refused):
             load_parts(parts, storage_reader=reader, planner=Planner())
             joined(parts["model"], parts[BITS])
+            steps["state"].update({name: as_float32(steps["state"][name]) for name in changed})
         if session is not None:
             Beside(session, [model]).load_state_dict(latest["amp"])
         with in_float32(sessions_of(model)):

@@ -25,7 +25,7 @@ def whole(name: str, kept: Any) -> Tensor:
 
 def shape_of(name: str, kept: Any) -> tuple[int, ...]:
     """The shape of a master; `StateError` for what is none."""
-    parts = kept if isinstance(kept, (tuple, list)) and len(kept) == 2 else (kept,)
+    parts = list(kept) if isinstance(kept, (tuple, list)) and len(kept) == 2 else [kept]
     if all(isinstance(p, Tensor) and p.layout is torch.strided and p.device.type != "meta" for p in parts):
         dtypes = [p.dtype for p in parts]
         split = dtypes in [[torch.bfloat16, bits] for bits in KEPT.values()] and parts[0].shape == parts[1].shape

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from ..errors import OptimizerError
 from ..formats import LOW_DTYPES
-from ..kernels import blocks_in_a_row, blocks_of, dequantize, quantize
-from ..sharding import held_here, is_sharded, placed_like
+from ..kernels import BLOCK, blocks_in_a_row, blocks_of, dequantize, quantize
+from ..sharding import Parted, held_here, is_sharded, placed_like
 
 SMALLEST = 4096
 """Elements from which on a parameter's moments go into 8 bits. Norms and biases have fewer, and would save little."""
@@ -90,17 +90,48 @@ def as_float32(row: Any) -> Any:
         return row
     wide = {name: value for name, value in row.items() if name not in NAMES}
     for name, scale, dtype in _PAIRS:
-        codes, scales = (
-            held_here(each) if isinstance(each, Tensor) else None for each in (row.get(name), row.get(scale))
-        )
-        if codes is None or scales is None or scales.numel() != blocks_of(codes.numel()):
+        codes, scales = row.get(name), row.get(scale)
+        if not isinstance(codes, Tensor) or not isinstance(scales, Tensor) or not _are_one(codes, scales):
             raise OptimizerError(
                 f"the states {name!r} and {scale!r} of a parameter are codes in 8 bits and a scale for each block of "
                 "them, and these do not fit each other, so no moment can be made of them: give both as they were saved"
             )
-        values = dequantize(_dense(codes.to(dtype)), scales.reshape(-1).to(torch.float32))
-        wide[name.removesuffix("_8bit")] = placed_like(row[name], values, tuple(row[name].shape))
+        here = _dense(held_here(codes).to(dtype))
+        if is_sharded(codes) and not is_sharded(scales):  # of the whole tensor, whose blocks may be cut
+            each = scales.reshape(-1).repeat_interleave(BLOCK)[: codes.numel()].view(codes.shape)
+            values = dequantize(here, scales.new_ones(blocks_of(here.numel()))) * Parted(codes).part(each)
+        else:
+            values = dequantize(here, held_here(scales).reshape(-1).to(torch.float32))
+        wide[name.removesuffix("_8bit")] = placed_like(codes, values, tuple(codes.shape))
     return wide
+
+
+def _are_one(codes: Tensor, scales: Tensor) -> bool:
+    """Whether there is a scale for each block of the codes."""
+    held = codes if is_sharded(codes) and not is_sharded(scales) else held_here(codes)
+    return held_here(scales).numel() == blocks_of(held.numel())
+
+
+def stored_as(row: dict[str, Any], param: Tensor, stored: Mapping[str, Tensor]) -> dict[str, Any]:
+    """A parameter's states to be read into: in the form of the stored ones, of which these are meta tensors.
+
+    If that is the form that they have, themselves; else new codes with the scales of the whole tensor, or new moments,
+    and masters in the stored form.
+    """
+    coded, made = is_8bit(stored), dict(row)
+    if coded != is_8bit(row) or (coded and any(stored[scale].shape != row[scale].shape for scale in SCALES)):
+        for name in (*NAMES, *_MOMENTS):
+            made.pop(name, None)
+        for name in CODES if coded else _MOMENTS:
+            made[name] = torch.zeros_like(param, dtype=CODES.get(name, torch.float32))
+        for scale in SCALES if coded else ():
+            made[scale] = torch.zeros(stored[scale].shape, device=param.device)
+    own = [name for name in ("master", "master_bits") if name in row]
+    for name in ("master", "master_bits") if own else ():
+        if name in stored and (name not in own or stored[name].dtype is not row[name].dtype):
+            del made[own[0]]
+            made[name] = torch.zeros_like(param, dtype=stored[name].dtype)
+    return made if made.keys() != row.keys() or any(made[name] is not row[name] for name in row) else row
 
 
 def _dense(tensor: Tensor) -> Tensor:
@@ -108,4 +139,5 @@ def _dense(tensor: Tensor) -> Tensor:
     return torch.empty_like(tensor).copy_(tensor)
 
 
+_MOMENTS = tuple(name.removesuffix("_8bit") for name in CODES)
 _PAIRS = tuple((name, scale, CODES[name]) for name, scale in zip(CODES, SCALES, strict=True))
