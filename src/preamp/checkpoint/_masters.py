@@ -45,9 +45,7 @@ class InFloat32:
         Only a model that copies its weights for its state has its masters change places. That would round gradients
         that are clipped and not stepped yet, and a save is to change nothing.
         """
-        masters: dict[Any, Any] = {
-            parameter: kept for each in self._sessions for parameter, kept in each._masters.saved().items()
-        }
+        masters = masters_of(self._sessions)
         state: Any = self._model.state_dict(keep_vars=True)
         bits: dict[str, Tensor] = {}
         left = masters.keys() & set(self._model.parameters())
@@ -79,9 +77,9 @@ def in_full(model: Any, session: Session | None = None) -> Any:
     return InFloat32(model, sessions) if sessions else model
 
 
-def parts_of(model: Any) -> tuple[Any, dict[str, Tensor]]:
-    """What is written of a model that `in_full` gave, or of any other: its state, and bits beside it."""
-    return model.parts() if isinstance(model, InFloat32) else (model.state_dict(), {})
+def masters_of(sessions: Iterable[Session]) -> dict[Any, Any]:
+    """The masters as they are kept, by parameter."""
+    return {parameter: kept for each in sessions for parameter, kept in each._masters.saved().items()}
 
 
 def joined(state: Any, bits: Mapping[str, Tensor]) -> Any:

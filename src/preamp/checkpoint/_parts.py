@@ -13,13 +13,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import LoadPlan
-
-from ._masters import BITS
 
 _CONTENTS = ".metadata"
 _TORCHS = {"torch.distributed.checkpoint.metadata", "torch.distributed.checkpoint.filesystem"}
@@ -65,23 +62,17 @@ class Reader(FileSystemReader):
         contents.storage_meta.load_id = self.load_id  # type: ignore[union-attr]
         return contents
 
-    def states(self) -> dict[str, dict[str, Tensor]]:
-        """An optimizer's states by parameter and name, as meta tensors; numbers are left out."""
-        found: dict[str, dict[str, Tensor]] = {}
+    def stored(self) -> dict[str, Any]:
+        """What it has, nested as it was saved: meta tensors, and None for numbers and strings."""
+        found: dict[str, Any] = {}
         contents: Any = self.read_metadata()
         for key, path in (contents.planner_data or {}).items():
-            if path[:2] == ("optimizer", "state") and len(path) > 3:
-                row, stored = found.setdefault(path[2], {}), contents.state_dict_metadata[key]
-                if hasattr(stored, "size"):
-                    row[path[3]] = torch.empty(stored.size, dtype=stored.properties.dtype, device="meta")
+            place, own = found, contents.state_dict_metadata[key]
+            for name in path[:-1]:
+                place = place.setdefault(name, {})
+            known = hasattr(own, "size")
+            place[path[-1]] = torch.empty(own.size, dtype=own.properties.dtype, device="meta") if known else None
         return found
-
-    def bits(self) -> dict[str, torch.dtype]:
-        """The parameters whose masters are split in it, and the dtypes of their bits."""
-        contents = self.read_metadata()
-        paths = {path[1]: key for key, path in (contents.planner_data or {}).items() if path[0] == BITS}
-        stored: Any = contents.state_dict_metadata
-        return {name: stored[key].properties.dtype for name, key in paths.items()}
 
 
 class Planner(DefaultLoadPlanner):

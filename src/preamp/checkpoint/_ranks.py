@@ -7,7 +7,7 @@ it must not happen where a checkpoint is only written, and not to parameters tha
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
@@ -17,8 +17,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ..errors import CheckpointError
-from ..optim._eight_bit import stored_as
-from ..session import Session, sessions_of
+from ..session import sessions_of
 from ..sharding import ranks
 from ._masters import in_float32
 
@@ -83,27 +82,6 @@ def names_in(optimizer: Optimizer, steps: Mapping[str, Any]) -> dict[nn.Paramete
     """The names under which the `named_states` of an optimizer have its parameters."""
     pairs = zip(steps["param_groups"], optimizer.param_groups, strict=True)
     return {p: name for own, group in pairs for name, p in zip(own["params"], group["params"], strict=True)}
-
-
-def as_stored(steps: dict[str, Any], names: Mapping[nn.Parameter, str], stored: Mapping[str, Any]) -> list[str]:
-    """Give states the form in which they are stored (`stored_as`); returns the parameters whose form that changes."""
-    rows = steps["state"]
-    own = {name: stored_as(rows[name], param, stored[name]) for param, name in names.items() if name in rows}
-    changed = [name for name, row in own.items() if row is not rows[name]]
-    rows.update(own)
-    return changed
-
-
-def split_again(
-    states: dict[str, Any], names: Mapping[nn.Parameter, str], sessions: Iterable[Session]
-) -> dict[str, Any]:
-    """Put weights of split masters into a model's state, in place of float32; returns the bits beside them."""
-    bits: dict[str, Any] = {}
-    for each in sessions:
-        for parameter, kept in each._masters.saved().items():
-            if not isinstance(kept, Tensor) and names.get(parameter) in states:
-                states[names[parameter]], bits[names[parameter]] = kept
-    return bits
 
 
 @contextmanager

@@ -14,7 +14,7 @@ from ..session import Session
 from ._arguments import AnyPath, Models, Optimizers, check_path, check_session, named
 from ._content import check_loadable, kept_on_host
 from ._file import write
-from ._masters import BITS, Beside, in_full, parts_of
+from ._masters import BITS, Beside, InFloat32, in_full
 
 
 def save(
@@ -61,10 +61,11 @@ def _content(
     check_path(path)
     models, optimizers = named("model", model), {} if optimizer is None else named("optimizer", optimizer)
     check_session(session, models.values(), optimizers.values())
-    content, bits = {}, {}
+    content: dict[str, Any] = {}
+    bits: dict[str, Any] = {}
     for name, each in models.items():
-        content[name], beside = parts_of(in_full(each, session))
-        bits.update({name: beside} if beside else {})
+        whole = in_full(each, session)
+        content[name], bits[name] = whole.parts() if isinstance(whole, InFloat32) else (whole.state_dict(), {})
     content.update({name: each.state_dict() for name, each in optimizers.items()})
     if session is not None:
         content["amp"] = Beside(session, models.values()).state_dict()
@@ -76,7 +77,7 @@ def _content(
         content[name] = value.state_dict() if hasattr(value, "state_dict") and not isinstance(value, type) else value
     for name, state in content.items():
         check_loadable(state, name)
-    return {**content, BITS: bits} if bits else content
+    return {**content, BITS: bits} if any(bits.values()) else content
 
 
 # -- in the background

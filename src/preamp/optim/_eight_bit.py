@@ -90,14 +90,17 @@ def as_float32(row: Any) -> Any:
         return row
     wide = {name: value for name, value in row.items() if name not in NAMES}
     for name, scale, dtype in _PAIRS:
-        codes, scales = row.get(name), row.get(scale)
-        if not isinstance(codes, Tensor) or not isinstance(scales, Tensor) or not _are_one(codes, scales):
+        codes: Any = row.get(name)
+        scales: Any = row.get(scale)
+        given = isinstance(codes, Tensor) and isinstance(scales, Tensor)
+        of_whole = given and is_sharded(codes) and not is_sharded(scales)
+        if not given or held_here(scales).numel() != blocks_of((codes if of_whole else held_here(codes)).numel()):
             raise OptimizerError(
                 f"the states {name!r} and {scale!r} of a parameter are codes in 8 bits and a scale for each block of "
                 "them, and these do not fit each other, so no moment can be made of them: give both as they were saved"
             )
         here = _dense(held_here(codes).to(dtype))
-        if is_sharded(codes) and not is_sharded(scales):  # of the whole tensor, whose blocks may be cut
+        if of_whole:  # blocks may be cut
             each = scales.reshape(-1).repeat_interleave(BLOCK)[: codes.numel()].view(codes.shape)
             values = dequantize(here, scales.new_ones(blocks_of(here.numel()))) * Parted(codes).part(each)
         else:
@@ -106,32 +109,28 @@ def as_float32(row: Any) -> Any:
     return wide
 
 
-def _are_one(codes: Tensor, scales: Tensor) -> bool:
-    """Whether there is a scale for each block of the codes."""
-    held = codes if is_sharded(codes) and not is_sharded(scales) else held_here(codes)
-    return held_here(scales).numel() == blocks_of(held.numel())
+def stored_as(row: dict[str, Any], param: Tensor, stored: Mapping[str, Any]) -> dict[str, Any]:
+    """A parameter's states to be read into: itself if what is stored has the same form, else empty ones of that form.
 
-
-def stored_as(row: dict[str, Any], param: Tensor, stored: Mapping[str, Tensor]) -> dict[str, Any]:
-    """A parameter's states to be read into: in the form of the stored ones, of which these are meta tensors.
-
-    If that is the form that they have, themselves; else new codes with the scales of the whole tensor, or new moments,
-    and masters in the stored form.
+    `stored`: meta tensors. Codes come with the scales of the whole tensor, also where that is sharded.
     """
-    coded, made = is_8bit(stored), dict(row)
-    if coded != is_8bit(row) or (coded and any(stored[scale].shape != row[scale].shape for scale in SCALES)):
-        for name in (*NAMES, *_MOMENTS):
-            made.pop(name, None)
-        for name in CODES if coded else _MOMENTS:
-            made[name] = torch.zeros_like(param, dtype=CODES.get(name, torch.float32))
-        for scale in SCALES if coded else ():
-            made[scale] = torch.zeros(stored[scale].shape, device=param.device)
-    own = [name for name in ("master", "master_bits") if name in row]
-    for name in ("master", "master_bits") if own else ():
-        if name in stored and (name not in own or stored[name].dtype is not row[name].dtype):
-            del made[own[0]]
-            made[name] = torch.zeros_like(param, dtype=stored[name].dtype)
-    return made if made.keys() != row.keys() or any(made[name] is not row[name] for name in row) else row
+    theirs = _forms(stored)
+    if {"master", "master_bits"}.isdisjoint(row):  # they are its optimizer's own, or nobody's
+        theirs = {name: form for name, form in theirs.items() if not name.startswith("master")}
+    if theirs == _forms(row):
+        return row
+    made = {name: value for name, value in row.items() if name not in _FORMS}
+    for name, (shape, dtype) in theirs.items():
+        wide = name in SCALES
+        made[name] = torch.zeros(shape, device=param.device) if wide else torch.zeros_like(param, dtype=dtype)
+    return made
+
+
+def _forms(states: Mapping[str, Any]) -> dict[str, tuple[torch.Size, torch.dtype]]:
+    """The shapes and dtypes of moments and masters; moments in full and masters are float32, whatever is there."""
+    bits = {name: states[name].dtype for name in ("master_bits",) if name in states}
+    dtypes = {**CODES, **bits}
+    return {name: (states[name].shape, dtypes.get(name, torch.float32)) for name in _FORMS if name in states}
 
 
 def _dense(tensor: Tensor) -> Tensor:
@@ -139,5 +138,5 @@ def _dense(tensor: Tensor) -> Tensor:
     return torch.empty_like(tensor).copy_(tensor)
 
 
-_MOMENTS = tuple(name.removesuffix("_8bit") for name in CODES)
+_FORMS = (*NAMES, "exp_avg", "exp_avg_sq", "master", "master_bits")
 _PAIRS = tuple((name, scale, CODES[name]) for name, scale in zip(CODES, SCALES, strict=True))
