@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+import re
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from pathlib import Path
@@ -169,6 +170,20 @@ def test_the_file_is_as_large_as_what_it_holds(tmp_path: Path, made: Callable[..
     wanted = BYTES[form] + (2 if way == "torch.save" and form.partition(",")[0] in ("torch", "float32") else 0)
     found = size_of(tmp_path) / sum(p.numel() for p in run.model.parameters())
     assert wanted < found < wanted + 0.2  # biases and norms are float32, and so are their moments
+
+
+def test_the_table_of_the_page() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "reliability.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| .*?(float32 masters|master=\"\w+\"|masters=no).* \| ([\d.]+) \| ([\d.]+) \|$", page, re.M)
+    forms = {
+        "float32 masters": "float32",
+        'master="split"': "split",
+        'master="split24"': "split24",
+        "masters=no": "none",
+    }
+    assert [name for name, _, _ in rows] == list(forms)
+    for name, wide, coded in rows:
+        assert (wide, coded) == (str(BYTES[forms[name]]), f"{BYTES[forms[name] + ', 8 bits']:.2f}")
 
 
 def test_a_save_allocates_no_masters(made: Callable[..., Run]) -> None:

@@ -26,10 +26,9 @@ def load(
 
     All or nothing: if one object does not accept its state, those before it get back what they had; for that, copies of
     their states are kept in host memory during the call. Waits for a `save_async`. `extra`: further objects, by the
-    names they were saved under, with `state_dict` and `load_state_dict` (an LR scheduler); None is left out. A prepared
-    model takes float32 values as its masters. Without `session`, a `PreampWarning` says that the rest of a session's
-    state stays in the file, where a run would go on from it (with `optimizer`, or a prepared model). Optimizers that
-    are not preamp's get moments in 8 bits as float32.
+    names they were saved under, with `state_dict` and `load_state_dict` (an LR scheduler); None is left out. Masters
+    and moments may have been kept in another form. Without `session`, a `PreampWarning` says that the rest of a
+    session's state stays in the file, where a run would go on from it (with `optimizer`, or a prepared model).
 
     Raises `CheckpointError` for a file that is not one, is damaged, lacks what an object needs or does not fit it;
     `StateError` when it does not fit the session; `OSError` when it cannot be opened.

@@ -24,8 +24,8 @@ def save(
 
     `model`, `optimizer`: one, or a list or mapping of several. `extra`: further states to keep, of tensors, numbers,
     strings, lists and dicts, or objects with a `state_dict` (an LR scheduler). Parallel wrappers are saved as they are
-    named. A prepared model is saved in float32: its masters, where it has 16-bit weights. The folder must exist.
-    Returns when file and name are on the disk.
+    named. A prepared model is saved as its masters: float32, or as bfloat16 weights and the bits that these lack. The
+    folder must exist. Returns when file and name are on the disk.
 
     Raises `CheckpointError` for content that could not be loaded and for the session of other models, and `OSError`,
     with the path and the system's reason (a full disk), when it cannot be written; the old file stays, and no other is

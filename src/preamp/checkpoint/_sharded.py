@@ -44,10 +44,10 @@ _UNWRITTEN = "the checkpoint was not written, and the one before it is as it was
 def save_sharded(folder: AnyPath, *, model: nn.Module, optimizer: Optimizer, session: Session | None = None) -> None:
     """Write model, optimizer and session, each rank its own part. All ranks call it, with a folder they share.
 
-    For FSDP2 and tensor parallelism; also where every rank has everything, and on one process. 16-bit parameters are
-    written as the float32 that their masters are. Returns on all ranks when the checkpoint is whole, and the one before
-    it is gone. Where it fails on one rank it fails on all, and the one before it stays. `CheckpointError` for a folder
-    that the ranks do not share, and for pipeline stages.
+    For FSDP2 and tensor parallelism; also where every rank has everything, and on one process. Of 16-bit
+    parameters the masters are written, as they are kept. Returns on all ranks when the checkpoint is whole, and the one
+    before it is gone. Where it fails on one rank it fails on all, and the one before it stays. `CheckpointError` for a
+    folder that the ranks do not share, and for pipeline stages.
     """
     check_path(folder)
     finish()

@@ -29,8 +29,7 @@ def split(master: Tensor, kept: torch.dtype = torch.int16, chances: Tensor | Non
 
     The weight is the master rounded to nearest, ties away from zero, to infinity beyond bfloat16's range. Every NaN
     becomes the same quiet NaN. int16 bits give the master back bit for bit. With int8 ones it is first rounded to 24
-    bits: by `chances`, int64 random numbers in [0, 2**32) of its shape, or to nearest without. Of a DTensor they are
-    DTensors, and the chances are of this process's shard.
+    bits: by `chances`, int64 random numbers in [0, 2**32), of the shape of its local shard, or to nearest without.
     """
     number, shape = _bits_of(held_here(master)), tuple(master.shape)
     if kept is torch.int8:
@@ -49,8 +48,8 @@ def join(weight: Tensor, bits: Tensor) -> Tensor:
     here, low = held_here(weight), held_here(bits)
     number = here.to(torch.float32).view(torch.int32)  # the weight in the upper half
     low = low.to(torch.int16) << 8 if low.dtype is torch.int8 else low
-    joined = number.add_(torch.where(here == 0, low.clamp_min(0), low)).view(torch.float32)
-    return placed_like(weight, joined, tuple(weight.shape))
+    number.add_(torch.where(here == 0, low.clamp_min(0), low))
+    return placed_like(weight, number.view(torch.float32), tuple(weight.shape))
 
 
 def round_stochastically(values: Tensor, chances: Tensor) -> Tensor:

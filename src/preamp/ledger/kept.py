@@ -31,8 +31,8 @@ def shape_of(name: str, kept: Any) -> tuple[int, ...]:
         split = dtypes in [[torch.bfloat16, bits] for bits in KEPT.values()] and parts[0].shape == parts[1].shape
         if split or (len(parts) == 1 and parts[0].is_floating_point()):
             return tuple(parts[0].shape)
-    seen = [f"{p.dtype} {list(p.shape)} on {p.device}" if isinstance(p, Tensor) else f"{p!r:.60}" for p in parts]
+    seen = " and ".join(f"{p.dtype} {list(p.shape)}" if isinstance(p, Tensor) else f"{p!r:.60}" for p in parts)
     raise StateError(
-        f"the master {name!r} is {' and '.join(seen)} in the state: a dense floating tensor is wanted, or a "
-        "bfloat16 weight and its bits, int16 or int8, of the same shape"
+        f"the master {name!r} is {seen} in the state: a dense floating tensor is wanted, or a bfloat16 weight and its "
+        "bits, int16 or int8, of the same shape"
     )

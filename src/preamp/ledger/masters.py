@@ -322,8 +322,7 @@ class Masters:
 
     def named(self) -> dict[str, Kept]:
         """The masters by name, live tensors."""
-        saved = self.saved()
-        return {leaf.name: saved[parameter] for parameter, leaf in self._leaves.items()}
+        return {self._leaves[parameter].name: kept for parameter, kept in self.saved().items()}
 
     def saved(self) -> dict[Parameter, Kept]:
         """The masters by parameter, live tensors."""

@@ -127,10 +127,7 @@ def stored_as(row: dict[str, Any], param: Tensor, stored: Mapping[str, Any]) -> 
 
 
 def _forms(states: Mapping[str, Any]) -> dict[str, tuple[torch.Size, torch.dtype]]:
-    """The shapes and dtypes of moments and masters; moments in full and masters are float32, whatever is there."""
-    bits = {name: states[name].dtype for name in ("master_bits",) if name in states}
-    dtypes = {**CODES, **bits}
-    return {name: (states[name].shape, dtypes.get(name, torch.float32)) for name in _FORMS if name in states}
+    return {n: (states[n].shape, dtype or states[n].dtype) for n, dtype in _FORMS.items() if n in states}
 
 
 def _dense(tensor: Tensor) -> Tensor:
@@ -138,5 +135,6 @@ def _dense(tensor: Tensor) -> Tensor:
     return torch.empty_like(tensor).copy_(tensor)
 
 
-_FORMS = (*NAMES, "exp_avg", "exp_avg_sq", "master", "master_bits")
+_FORMS = {**dict.fromkeys((*NAMES, "exp_avg", "exp_avg_sq", "master"), torch.float32), **CODES, "master_bits": None}
+"""The dtypes in which moments and masters are read; None: as they are."""
 _PAIRS = tuple((name, scale, CODES[name]) for name, scale in zip(CODES, SCALES, strict=True))

@@ -195,15 +195,14 @@ class Loading(Optimizer):
         if bits is not None and bits.dtype is kept:
             state["master_bits"] = bits  # beside a weight that may be loaded later
             return
-        wide = join(param, bits) if master is None and bits is not None else master
-        if wide is None:
+        if bits is None and master is None:
             return
+        wide = join(param, bits) if master is None else master  # type: ignore[arg-type]
         if kept is None:
-            state["master"] = wide
-            param.copy_(wide)
+            state["master"] = weight = wide
         else:
             weight, state["master_bits"] = split(wide, kept)
-            param.copy_(weight)
+        param.copy_(weight)
 
     def _low_params(self) -> set[Parameter]:
         params = (p for group in self.param_groups for p in group["params"] if p.dtype in LOW_DTYPES)

@@ -428,7 +428,7 @@ class Session:
         """All that preamp adds to a training run: scales, masters, counters. Save it beside model and optimizer.
 
         Tensors, numbers and strings only, so `torch.load(weights_only=True)` reads it. The tensors are the live ones,
-        as in torch's own state dicts: clone them to keep their values.
+        as in torch's own state dicts: clone them to keep their values. A split master is a pair: weight and bits.
         """
         self._check_open()
         self._settle(None)
@@ -444,6 +444,8 @@ class Session:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore what `state_dict` gave; before or after the model's and the optimizer's own state.
+
+        Masters may have been kept in another form (`master=` of the optimizer); then load the model's state first.
 
         Args:
             state: A `state_dict` of a session with the same policy.
