@@ -366,7 +366,7 @@ class Session:
         if optimizer is None:
             self._pending.forget_backward()
             if self._released is not None:
-                self._released.forget()
+                self._released.zeroed()
             for model in self._models.values():
                 clear_gradients(model, set_to_none)
 
