@@ -160,6 +160,40 @@ def forms(folder: Path) -> dict[str, Any]:
     return told
 
 
+def alone(folder: Path) -> dict[str, Any]:
+    """bfloat16 shards without a session, whose masters the optimizer keeps, in each form."""
+
+    def made(form: str) -> tuple[Any, Any]:
+        model = fully_shard(Wide().bfloat16())
+        return model, preamp.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-4, **FORMS[form])
+
+    def train(model: Any, optimizer: Any) -> None:
+        for step in range(2):
+            torch.manual_seed(step)
+            model(torch.randn(8, 256).bfloat16()).float().square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    def masters(model: Any, optimizer: Any) -> list[Tensor]:
+        rows = [(p, optimizer.state[p]) for p in model.parameters()]
+        wide = [row["master"] if "master" in row else join(p.detach(), row["master_bits"]) for p, row in rows]
+        return [full_tensor(each).clone() for each in wide]
+
+    told: dict[str, Any] = {}
+    for mine in FORMS:
+        model, optimizer = made(mine)
+        train(model, optimizer)
+        wanted = masters(model, optimizer)
+        preamp.checkpoint.save_sharded(folder / f"alone {mine}", model=model, optimizer=optimizer)
+        for theirs in FORMS:
+            model, optimizer = made(theirs)
+            preamp.checkpoint.load_sharded(folder / f"alone {mine}", model=model, optimizer=optimizer)
+            kept = [join(*split(w, torch.int8)) if theirs.startswith("split24") else w for w in wanted]
+            told[f"{mine} as {theirs}"] = all(map(torch.equal, masters(model, optimizer), kept))
+            train(model, optimizer)
+    return told
+
+
 def error_of(act: Callable[[], Any]) -> tuple[str, float]:
     begin = time.monotonic()
     try:
@@ -242,7 +276,7 @@ def gathered() -> dict[str, Any]:
 
 def act(folder: Path) -> dict[str, Any]:
     return {
-        **{part.__name__: part(folder) for part in (in_the_background, one_that_fails, forms)},
+        **{part.__name__: part(folder) for part in (in_the_background, one_that_fails, forms, alone)},
         "gathered": gathered(),
     }
 
@@ -251,6 +285,8 @@ def act(folder: Path) -> dict[str, Any]:
 def test_each_form_is_read_as_each_other_sharded_or_whole(told: list[dict[str, Any]], rank: int) -> None:
     seen = told[rank]["forms"]
     assert len(seen) == 9 * 9 + 2 * 9 and not [name for name, right in seen.items() if not right]
+    seen = told[rank]["alone"]
+    assert len(seen) == 9 and not [name for name, right in seen.items() if not right]
 
 
 @pytest.mark.slow
