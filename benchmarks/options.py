@@ -12,6 +12,8 @@ import argparse
 import json
 import statistics
 import warnings
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -54,21 +56,26 @@ def times(rounds: int) -> list[dict[str, Any]]:
     return [{"name": entry.name, "seconds": entry.seconds} for entry in entries]
 
 
-def train(network: str, level: str, seed: int, options: dict[str, Any]) -> float:
-    """The mean loss of the last tenth of the steps."""
+def train(network: str, policy: str, seed: int, make: Callable[..., Any] = AdamW, **options: Any) -> float:
+    """The mean loss of the last tenth of the steps. `options` are of `prepare`.
+
+    Gradients that are released are clipped one by one, which cannot be done by their common norm.
+    """
     task = TASKS[network]
     recipe = task.recipe("ci")
     model = task.build("ci", seed=seed)
-    optimizer = AdamW(model.parameters(), recipe.max_lr, weight_decay=recipe.weight_decay, **options)
+    optimizer = make(model.parameters(), lr=recipe.max_lr, weight_decay=recipe.weight_decay)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, recipe.max_lr, total_steps=recipe.steps + 1)
-    policy = f"{level},masters=no" if options.get("master", "") is None else level
+    for parameter in model.parameters() if options else ():
+        parameter.register_hook(lambda g: g * (recipe.clip / (g.float().norm() + 1e-6)).clamp(max=1.0).to(g.dtype))
     losses = []
-    with preamp.prepare(model, optimizer, policy=policy) as session:
+    with preamp.prepare(model, optimizer, policy=policy, **options) as session:
         for inputs, target in task.batches("ci", seed=seed, steps=recipe.steps, batch_size=recipe.batch_size):
             with session.autocast():
                 loss = task.loss(model(*inputs), target)
             session.backward(loss)
-            session.clip_grad_norm_(recipe.clip)
+            if not options:
+                session.clip_grad_norm_(recipe.clip)
             session.step()
             session.zero_grad()
             schedule.step()
@@ -93,7 +100,8 @@ def main() -> None:
         for level, name, options in variants:
             if name not in FEW.get(network, (name,)):
                 continue
-            losses = [train(network, level, seed, options) for seed in range(3)]
+            policy = f"{level},masters=no" if options.get("master", "") is None else level
+            losses = [train(network, policy, seed, partial(AdamW, **options)) for seed in range(3)]
             trained.append({"network": network, "level": level, "name": name, "losses": losses})
             print(f"{network:8} {level} {name:36} {', '.join(f'{loss:.4f}' for loss in losses)}", flush=True)
     about = environment(torch.device("cpu"))

@@ -357,6 +357,45 @@ def option_losses(results: dict[str, Any]) -> tuple[Table, str]:
     return Table("", columns, rows), text
 
 
+@committed("rivals", "TORCHDYNAMO_DISABLE=1 python -m benchmarks.rivals")
+def rivals(results: dict[str, Any]) -> tuple[Table, str]:
+    """Bytes a parameter of AdamW in several libraries, and what training comes to."""
+    losses = {(row["network"], row["name"]): row["losses"] for row in results["rows"]}
+    networks = list(dict.fromkeys(network for network, _ in losses))
+
+    def of(network: str, name: str) -> str:
+        own = losses.get((network, name), [])
+        return f"{statistics.fmean(own):.4f} ({min(own):.4f} to {max(own):.4f})" if own else ""
+
+    rows = [
+        (
+            row["name"] + ("" if row["counted"] else " (its documents)"),
+            row["bytes"],
+            *(of(n, row["name"]) for n in networks),
+        )
+        for row in results["bytes"]
+    ]
+    machine = results["environment"]
+    text = (
+        "Allocated bytes of weight, gradient, master and both moments of a large matrix; training loss over the last "
+        "tenth of the steps, mean (smallest to largest) of three seeds. torchao and bitsandbytes step bfloat16 weights "
+        f"without masters. {machine['cpu']}, torch {machine['torch']}, preamp at {machine['commit']}"
+    )
+    return Table("", ("AdamW", Column("bytes a parameter", digits=2), *networks), rows), text
+
+
+@committed("rivals", "TORCHDYNAMO_DISABLE=1 python -m benchmarks.rivals")
+def frozen(results: dict[str, Any]) -> tuple[Table, str]:
+    """Whether second moments fall when gradients do."""
+    rows = [(row["name"], row["length"]) for row in results["steps"]]
+    text = (
+        "Mean length of the steps of elements whose normal gradients became 10 times smaller 5000 steps ago, beside "
+        "neighbours whose did not, over that of torch's AdamW in float32; 1 is right. Float32 weights. Preamp at "
+        f"{results['environment']['commit']}"
+    )
+    return Table("", ("moments", Column("length of a step", digits=2)), rows), text
+
+
 @committed("optimizers", "python -m benchmarks.optimizers")
 def any_optimizer(results: dict[str, Any]) -> tuple[Table, str]:
     """What training comes to in float32, with masters and without, by many optimizers."""

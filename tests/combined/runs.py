@@ -13,6 +13,8 @@ from torch import Tensor, nn
 
 import preamp
 
+from ..session.toys import masters_in
+
 LEVELS = ("O0", "O1", "O2", "O4", "O5")
 LOW = {"O0": torch.float32, "O1": torch.float16, "O2": torch.float16, "O4": torch.bfloat16, "O5": torch.bfloat16}
 OUTPUT = {**LOW, "O2": torch.float32, "O5": torch.float32}
@@ -127,7 +129,7 @@ def train(
             run.skips.append(session.step().skipped)
             session.zero_grad()
             run.scales.append(session.loss_scale())
-        run.weights = [*(p.detach().clone() for p in model.parameters()), *session.state_dict()["masters"].values()]
+        run.weights = [*(p.detach().clone() for p in model.parameters()), *masters_in(session.state_dict())]
         run.weights = [weight.clone() for weight in run.weights]
     return run
 

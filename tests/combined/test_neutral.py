@@ -74,7 +74,7 @@ def test_each_event(event: str) -> None:
 
 def places(run: Training) -> dict[str, int]:
     """Where everything lies that a step reads and writes."""
-    held = {**dict(run.model.state_dict(keep_vars=True)), **dict(run.session._masters.named())}
+    held = {**dict(run.model.state_dict(keep_vars=True)), **run.session._masters.named()}
     held |= {f"{i} {name}": v for i, state in enumerate(run.optimizer.state.values()) for name, v in state.items()}
     for loss in run.session._losses:
         held |= getattr(run.session._losses[loss], "_state", {})

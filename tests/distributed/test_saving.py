@@ -14,11 +14,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import preamp
 from preamp.checkpoint import _save, _sharded
 from preamp.errors import CheckpointError
+from preamp.kernels import join, split
+from preamp.sharding import full_tensor
 
 from .together import tell
 
@@ -71,6 +75,123 @@ class Run:
 
 def same(left: dict[str, Tensor], right: dict[str, Tensor]) -> bool:
     return left.keys() == right.keys() and all(torch.equal(left[n].cpu(), right[n].cpu()) for n in left)
+
+
+class Wide(nn.Module):
+    """A matrix whose moments are cut between blocks, one whose blocks are cut, and a bias."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.one, self.two = nn.Linear(256, 96, bias=False), nn.Linear(96, 63)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.two(self.one(x))
+
+
+FORMS: dict[str, dict[str, Any]] = {
+    "float32": {}, "split, 8 bits": {"master": "split", "states": "8bit"},
+    "split24, 8 bits": {"master": "split24", "states": "8bit"},
+}  # fmt: skip
+PLACED = ("whole", "rows and columns", "fully")
+"""How a model is placed. Shards of `fully_shard` are float32, and have no masters."""
+
+
+class Form:
+    """A model in one form, whole or in shards."""
+
+    def __init__(self, form: str, placed: str) -> None:
+        self.model = Wide()
+        if placed == "fully":
+            fully_shard(self.model, mp_policy=preamp.policy(LEVEL).fsdp())
+        elif placed != "whole":
+            mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+            parallelize_module(self.model, mesh, {"one": ColwiseParallel(), "two": RowwiseParallel()})
+        self.optimizer = preamp.optim.AdamW(self.model.parameters(), lr=1e-2, eps=1e-4, **FORMS[form])
+        self.session = preamp.prepare(self.model, self.optimizer, level=LEVEL)
+        self.parts = {"model": self.model, "optimizer": self.optimizer, "session": self.session}
+        self.keeps_24 = form.startswith("split24") and placed != "fully"
+
+    def train(self, steps: int) -> None:
+        for _ in range(steps):
+            torch.manual_seed(self.session.steps)
+            with self.session.autocast():
+                loss = self.model(torch.randn(8, 256)).float().square().mean()
+            self.session.backward(loss)
+            self.session.step()
+            self.session.zero_grad()
+
+    def held(self) -> list[Tensor]:
+        """Weights in float32 and both moments, gathered, in the order of parameters."""
+        with self.session.full_precision(values_only=True):
+            weights = [full_tensor(p.detach()).clone() for p in self.model.parameters()]
+        states = preamp.optim.float32_states(self.optimizer.state_dict())["state"]
+        rows = [states[number] for number in sorted(states)]
+        return [*weights, *(full_tensor(row[name]).clone() for row in rows for name in ("exp_avg", "exp_avg_sq"))]
+
+    def has(self, wanted: list[Tensor]) -> bool:
+        """Whether it holds these weights as it keeps them, and these moments as near as its codes can be."""
+        rounded = [join(*split(w, torch.int8)) if self.keeps_24 else w for w in wanted[:3]]
+        pairs = list(zip(self.held(), [*rounded, *wanted[3:]], strict=True))
+        alike = (torch.allclose(a, b, rtol=0.0626, atol=float(b.abs().max()) * 1e-4) for a, b in pairs[3:])
+        return all(torch.equal(a, b) for a, b in pairs[:3]) and all(alike)
+
+
+def forms(folder: Path) -> dict[str, Any]:
+    """What is written in each form and place, read in each."""
+    told: dict[str, Any] = {}
+    ways = [(form, placed) for form in FORMS for placed in PLACED]
+    for mine in ways:
+        source = Form(*mine)
+        source.train(2)
+        wanted, there = source.held(), folder / "-".join(mine)
+        preamp.checkpoint.save_sharded(there, **source.parts)
+        for theirs in ways:
+            target = Form(*theirs)
+            preamp.checkpoint.load_sharded(there, **target.parts)
+            told[f"{mine} as {theirs}"] = target.has(wanted)
+            if mine == theirs:
+                told[f"{mine}, all"] = all(map(torch.equal, target.held(), wanted))
+                for run in (source, target):
+                    run.train(2)
+                told[f"{mine} goes on"] = all(map(torch.equal, source.held(), target.held()))
+            target.session.close()
+        source.session.close()
+    return told
+
+
+def alone(folder: Path) -> dict[str, Any]:
+    """bfloat16 shards without a session, whose masters the optimizer keeps, in each form."""
+
+    def made(form: str) -> tuple[Any, Any]:
+        model = fully_shard(Wide().bfloat16())
+        return model, preamp.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-4, **FORMS[form])
+
+    def train(model: Any, optimizer: Any) -> None:
+        for step in range(2):
+            torch.manual_seed(step)
+            model(torch.randn(8, 256).bfloat16()).float().square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    def masters(model: Any, optimizer: Any) -> list[Tensor]:
+        rows = [(p, optimizer.state[p]) for p in model.parameters()]
+        wide = [row["master"] if "master" in row else join(p.detach(), row["master_bits"]) for p, row in rows]
+        return [full_tensor(each).clone() for each in wide]
+
+    told: dict[str, Any] = {}
+    for mine in FORMS:
+        model, optimizer = made(mine)
+        train(model, optimizer)
+        wanted = masters(model, optimizer)
+        preamp.checkpoint.save_sharded(folder / f"alone {mine}", model=model, optimizer=optimizer)
+        for theirs in FORMS:
+            model, optimizer = made(theirs)
+            preamp.checkpoint.load_sharded(folder / f"alone {mine}", model=model, optimizer=optimizer)
+            kept = [join(*split(w, torch.int8)) if theirs.startswith("split24") else w for w in wanted]
+            told[f"{mine} as {theirs}"] = all(map(torch.equal, masters(model, optimizer), kept))
+            train(model, optimizer)
+    return told
 
 
 def error_of(act: Callable[[], Any]) -> tuple[str, float]:
@@ -154,7 +275,18 @@ def gathered() -> dict[str, Any]:
 
 
 def act(folder: Path) -> dict[str, Any]:
-    return {**{part.__name__: part(folder) for part in (in_the_background, one_that_fails)}, "gathered": gathered()}
+    return {
+        **{part.__name__: part(folder) for part in (in_the_background, one_that_fails, forms, alone)},
+        "gathered": gathered(),
+    }
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_each_form_is_read_as_each_other_sharded_or_whole(told: list[dict[str, Any]], rank: int) -> None:
+    seen = told[rank]["forms"]
+    assert len(seen) == 9 * 9 + 2 * 9 and not [name for name, right in seen.items() if not right]
+    seen = told[rank]["alone"]
+    assert len(seen) == 9 and not [name for name, right in seen.items() if not right]
 
 
 @pytest.mark.slow

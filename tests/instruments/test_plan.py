@@ -183,9 +183,10 @@ def test_memory_is_what_lies_in_storages() -> None:
         session.memory()
 
 
-def test_split_masters_and_8_bits() -> None:
+@pytest.mark.parametrize("master", ["split", "split24"])
+def test_split_masters_and_8_bits(master: str) -> None:
     def make(p: Iterable[Any]) -> torch.optim.Optimizer:
-        return preamp.optim.AdamW(p, master="split", states="8bit")
+        return preamp.optim.AdamW(p, master=master, states="8bit")
 
     model = build()
     with preamp.prepare(model, make(model.parameters()), level="O5") as session:
@@ -200,6 +201,7 @@ def test_split_masters_and_8_bits() -> None:
         ("O5", lambda p: preamp.optim.AdamW(p, master="split"), 14.0),
         ("O5", lambda p: preamp.optim.AdamW(p, states="8bit"), 10.03),
         ("O5", lambda p: preamp.optim.AdamW(p, master="split", states="8bit"), 8.03),
+        ("O5", lambda p: preamp.optim.AdamW(p, master="split24", states="8bit"), 7.03),
         ("O5", lambda p: preamp.optim.SGD(p, 0.1), 8.0),
     ],
 )  # fmt: skip

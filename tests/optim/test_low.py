@@ -12,7 +12,7 @@ import preamp
 from preamp.errors import OptimizerError, PolicyError
 from preamp.optim import Adagrad, Adam, AdamW
 
-from ..session.toys import loss_of, mlp, same, weights
+from ..session.toys import loss_of, masters_in, mlp, same, weights
 
 BF16 = torch.bfloat16
 
@@ -45,8 +45,7 @@ def test_a_session_with_split_masters() -> None:
             losses.append(train(session, model, range(20, 25)))
         finals.append(weights(model))
         assert {p.dtype for p in model.parameters()} == {torch.float32}
-        named = states[-1][0]["masters"]
-        assert same([inside[name] for name in named], list(named.values()))
+        assert same([inside[name] for name in states[-1][0]["masters"]], masters_in(states[-1][0]))
     for one, other in ((0, 1), (0, 2)):
         assert losses[2 * one] == pytest.approx(losses[2 * other], rel=1e-2)
         for a, b in zip(finals[one], finals[other], strict=True):
@@ -59,7 +58,7 @@ def test_a_session_with_split_masters() -> None:
             model.load_state_dict(model_state)
             optimizer.load_state_dict(optimizer_state)
             session.load_state_dict(session_state)
-            assert same(list(session.state_dict()["masters"].values()), list(session_state["masters"].values()))
+            assert same(masters_in(session.state_dict()), masters_in(session_state))
             train(session, model, range(20, 22))
 
 

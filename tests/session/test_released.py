@@ -405,7 +405,53 @@ def test_a_pass_that_was_interrupted_is_given_up(prepare: Callable[..., preamp.S
         session.backward(loss_of(model, 0)) if then == "the next batch" else loss_of(model, 0).backward()
     handle.remove()
     if then == "zero_grad":
-        session.zero_grad()
+        with pytest.warns(preamp.PreampWarning, match="stepped already"):
+            session.zero_grad()
     with pytest.raises(SessionError, match=r"without session\.backward"):
         session.step()
     assert not step(session, model, 1).skipped
+
+
+def autograd_grad(session: preamp.Session, model: Any, index: int) -> None:
+    with session.autocast():
+        loss = loss_of(model, index)
+    for parameter, gradient in zip(model.parameters(), torch.autograd.grad(loss, [*model.parameters()]), strict=True):
+        parameter.grad = gradient
+
+
+def evaluated(session: preamp.Session, model: Any, index: int) -> None:
+    with session.full_precision():
+        loss = loss_of(model, index)
+    session.backward(loss)
+
+
+@pytest.mark.parametrize("how", [autograd_grad, evaluated])
+def test_gradients_that_come_on_another_way_are_stepped_and_freed(
+    prepare: Callable[..., preamp.Session], how: Callable[..., None]
+) -> None:
+    ends = []
+    for release in (False, True):
+        model = mlp()
+        session = prepare(model, AdamW(model.parameters(), 1e-2, eps=1e-4), "O5", release)
+        for index in range(3):
+            how(session, model, index)
+            assert not session.step().skipped
+            assert not release or all(p.grad is None for p in model.parameters())
+            session.zero_grad()
+        ends.append(weights(model))
+        session.close()
+    assert same(*ends)
+
+
+def test_gradients_that_are_thrown_away_are_told_to_have_been_stepped(prepare: Callable[..., preamp.Session]) -> None:
+    """A loop that does not like a loss after its backward pass, say."""
+    model = mlp()
+    session = prepare(model, SGD(model.parameters(), 0.1), "O5")
+    session.backward(loss_of(model, 0))
+    with pytest.warns(preamp.PreampWarning, match="stepped already") as told:
+        session.zero_grad()
+    assert told[0].filename == __file__
+    step(session, model, 1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        session.zero_grad()

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import preamp
+from preamp.ledger import whole
 
 LEVELS = ("O0", "O1", "O2", "O3", "O4", "O5")
 MASTER_LEVELS = ("O2", "O5")
@@ -50,6 +51,11 @@ def step(session: preamp.Session, model: nn.Module, index: int, factor: float = 
 def train(session: preamp.Session, model: nn.Module, steps: Iterable[int]) -> None:
     for index in steps:
         step(session, model, index)
+
+
+def masters_in(state: dict[str, Any]) -> list[Tensor]:
+    """The masters in a session's state, in float32."""
+    return [whole(name, kept) for name, kept in state["masters"].items()]
 
 
 def weights(model: nn.Module) -> list[Tensor]:

@@ -8,13 +8,13 @@ from typing import Any
 
 from torch import nn
 
-from ..errors import CheckpointError, OptimizerError, PreampError, PreampWarning, kind_of
+from ..errors import CheckpointError, OptimizerError, PreampError, PreampWarning, StateError, kind_of
 from ..session import Session, sessions_of
 from ._arguments import AnyPath, Models, Optimizers, check_path, check_session, named
 from ._content import kept_on_host
 from ._file import read
 from ._fitting import fitting
-from ._masters import Beside, in_full
+from ._masters import BITS, Beside, in_full, joined
 from ._save import finish
 
 
@@ -26,10 +26,9 @@ def load(
 
     All or nothing: if one object does not accept its state, those before it get back what they had; for that, copies of
     their states are kept in host memory during the call. Waits for a `save_async`. `extra`: further objects, by the
-    names they were saved under, with `state_dict` and `load_state_dict` (an LR scheduler); None is left out. A prepared
-    model takes float32 values as its masters. Without `session`, a `PreampWarning` says that the rest of a session's
-    state stays in the file, where a run would go on from it (with `optimizer`, or a prepared model). Optimizers that
-    are not preamp's get moments in 8 bits as float32.
+    names they were saved under, with `state_dict` and `load_state_dict` (an LR scheduler); None is left out. Masters
+    and moments may have been kept in another form. Without `session`, a `PreampWarning` says that the rest of a
+    session's state stays in the file, where a run would go on from it (with `optimizer`, or a prepared model).
 
     Raises `CheckpointError` for a file that is not one, is damaged, lacks what an object needs or does not fit it;
     `StateError` when it does not fit the session; `OSError` when it cannot be opened.
@@ -47,16 +46,21 @@ def load(
                 f"{name}= is an object to load into, with a load_state_dict; got {kind_of(target)}: read such a "
                 f"value from what load() returns, load(path)[{name!r}]"
             )
-    # An optimizer that loads has masters follow the model's weights, which must still be the old ones if something goes
-    # wrong. A session gives the model's masters back as they were before the model takes others.
+    # A session gives the model's masters back as they were before the model takes others. An optimizer that keeps bits
+    # of masters itself joins them to the weights.
     targets = {
-        **optimizers,
         **({} if session is None else {"amp": Beside(session, models.values())}),
         **{name: in_full(each, session) for name, each in models.items()},
+        **optimizers,
         **extra,
     }
     finish()
     content = read(path)
+    try:
+        for name, bits in content.pop(BITS, {}).items():
+            joined(content[name], bits)
+    except (StateError, LookupError, AttributeError, TypeError) as error:
+        raise CheckpointError(f"{path} has bits of masters that are none of its models' ({error})") from error
     if missing := targets.keys() - content:
         raise CheckpointError(f"{path} has no {', '.join(map(repr, sorted(missing)))}; it has {', '.join(content)}")
     parts = [(name, target, fitting(name, target, content[name], path)) for name, target in targets.items()]

@@ -1,6 +1,7 @@
 """What is written of prepared models, and read into them: the float32 values of their weights.
 
-So a file needs no second copy of the masters, and fits a model that was never prepared as well.
+So a file needs no second copy of the masters, and fits a model that was never prepared as well. Masters that are split
+are written as they are kept: the model's state has bfloat16 weights, and beside it are the bits that these lack.
 """
 
 from __future__ import annotations
@@ -12,7 +13,11 @@ from typing import Any
 from torch import Tensor, nn
 
 from ..errors import CheckpointError
+from ..ledger import whole
 from ..session import Session, sessions_of
+
+BITS = "bits"
+"""Where a checkpoint has the bits of split masters: by model, and by name in its state."""
 
 
 @contextmanager
@@ -31,22 +36,30 @@ class InFloat32:
         self._model, self._sessions = model, sessions
 
     def state_dict(self) -> Any:
-        """The model's, in float32. Only a model that copies its weights for it has its masters change places.
+        """The model's, in float32."""
+        return joined(*self.parts())
 
-        That would round gradients that are clipped and not stepped yet, and a save is to change nothing.
+    def parts(self) -> tuple[Any, dict[str, Tensor]]:
+        """The model's state, in float32 but for weights of split masters, and the bits of these by name.
+
+        Only a model that copies its weights for its state has its masters change places. That would round gradients
+        that are clipped and not stepped yet, and a save is to change nothing.
         """
-        pairs = (zip(each._masters, each._masters.named(), strict=True) for each in self._sessions)
-        masters: dict[Any, Tensor] = {parameter: master for each in pairs for parameter, (_, master) in each}
+        masters = masters_of(self._sessions)
         state: Any = self._model.state_dict(keep_vars=True)
+        bits: dict[str, Tensor] = {}
         left = masters.keys() & set(self._model.parameters())
         for name, value in state.items():
             if isinstance(value, Tensor):
                 left.discard(value)
-                state[name] = masters.get(value, value).detach()
+                kept = masters.get(value, value)
+                if not isinstance(kept, Tensor):
+                    kept, bits[name] = kept
+                state[name] = kept.detach()
         if left:
             with in_float32(self._sessions):
-                return self._model.state_dict()
-        return state
+                return self._model.state_dict(), {}
+        return state, bits
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """As the model's, into the masters."""
@@ -64,6 +77,18 @@ def in_full(model: Any, session: Session | None = None) -> Any:
     return InFloat32(model, sessions) if sessions else model
 
 
+def masters_of(sessions: Iterable[Session]) -> dict[Any, Any]:
+    """The masters as they are kept, by parameter."""
+    return {parameter: kept for each in sessions for parameter, kept in each._masters.saved().items()}
+
+
+def joined(state: Any, bits: Mapping[str, Tensor]) -> Any:
+    """A model's state in float32, from one and the bits beside it; `StateError` if these are not its own."""
+    for name, low in bits.items():
+        state[name] = whole(name, (state.get(name), low))
+    return state
+
+
 class Beside:
     """What a session adds to a checkpoint of models: its state, without the masters that the models' states have."""
 
@@ -74,8 +99,9 @@ class Beside:
     def state_dict(self) -> dict[str, Any]:
         """Scales and counters, and masters of parameters that are in none of the models."""
         state = self._session.state_dict()
-        masters = zip(self._session._masters, self._session._masters.named(), strict=True)
-        return {**state, "masters": dict(named for parameter, named in masters if parameter not in self._own)}
+        names = zip(self._session._masters, state["masters"], strict=True)
+        others = (name for parameter, name in names if parameter not in self._own)
+        return {**state, "masters": {name: state["masters"][name] for name in others}}
 
     def load_state_dict(self, state: Any) -> None:
         """Load them, before the models; `CheckpointError` for masters that are neither in here nor in a model."""

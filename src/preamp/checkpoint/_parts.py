@@ -62,10 +62,17 @@ class Reader(FileSystemReader):
         contents.storage_meta.load_id = self.load_id  # type: ignore[union-attr]
         return contents
 
-    def params_with_states(self) -> set[str]:
-        """The parameters of which it has an optimizer's states."""
-        paths = (self.read_metadata().planner_data or {}).values()
-        return {path[2] for path in paths if path[:2] == ("optimizer", "state") and len(path) > 2}
+    def stored(self) -> dict[str, Any]:
+        """What it has, nested as it was saved: meta tensors, and None for numbers and strings."""
+        found: dict[str, Any] = {}
+        contents: Any = self.read_metadata()
+        for key, path in (contents.planner_data or {}).items():
+            place, own = found, contents.state_dict_metadata[key]
+            for name in path[:-1]:
+                place = place.setdefault(name, {})
+            known = hasattr(own, "size")
+            place[path[-1]] = torch.empty(own.size, dtype=own.properties.dtype, device="meta") if known else None
+        return found
 
 
 class Planner(DefaultLoadPlanner):

@@ -7,7 +7,7 @@ it must not happen where a checkpoint is only written, and not to parameters tha
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
@@ -78,6 +78,12 @@ def named_states(model: nn.Module, optimizer: Optimizer) -> tuple[dict[str, Any]
     return states, {**steps, "state": {name: state for name, state in of_steps.items() if state}}
 
 
+def names_in(optimizer: Optimizer, steps: Mapping[str, Any]) -> dict[nn.Parameter, str]:
+    """The names under which the `named_states` of an optimizer have its parameters."""
+    pairs = zip(steps["param_groups"], optimizer.param_groups, strict=True)
+    return {p: name for own, group in pairs for name, p in zip(own["params"], group["params"], strict=True)}
+
+
 @contextmanager
 def states_for(model: nn.Module, optimizer: Optimizer, names: Collection[str]) -> Iterator[None]:
     """Inside, the optimizer has states for the parameters named, and no others, to be read into.
@@ -85,12 +91,7 @@ def states_for(model: nn.Module, optimizer: Optimizer, names: Collection[str]) -
     They are made by a step with gradients of zero at a rate of zero, which moves no parameter. If something goes wrong,
     the optimizer has the states it had.
     """
-    groups: Any = named_states(model, optimizer)[1]["param_groups"]
-    owners = {
-        param: name
-        for named, group in zip(groups, optimizer.param_groups, strict=True)
-        for name, param in zip(named["params"], group["params"], strict=True)
-    }
+    owners = names_in(optimizer, named_states(model, optimizer)[1])
     gradients = {param: param.grad for param in owners}
     states, unstarted = dict(optimizer.state), set(getattr(optimizer, "unstarted", ()))
     try:

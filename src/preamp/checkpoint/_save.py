@@ -14,7 +14,7 @@ from ..session import Session
 from ._arguments import AnyPath, Models, Optimizers, check_path, check_session, named
 from ._content import check_loadable, kept_on_host
 from ._file import write
-from ._masters import Beside, in_full
+from ._masters import BITS, Beside, InFloat32, in_full
 
 
 def save(
@@ -24,8 +24,8 @@ def save(
 
     `model`, `optimizer`: one, or a list or mapping of several. `extra`: further states to keep, of tensors, numbers,
     strings, lists and dicts, or objects with a `state_dict` (an LR scheduler). Parallel wrappers are saved as they are
-    named. A prepared model is saved in float32: its masters, where it has 16-bit weights. The folder must exist.
-    Returns when file and name are on the disk.
+    named. A prepared model is saved as its masters: float32, or as bfloat16 weights and the bits that these lack. The
+    folder must exist. Returns when file and name are on the disk.
 
     Raises `CheckpointError` for content that could not be loaded and for the session of other models, and `OSError`,
     with the path and the system's reason (a full disk), when it cannot be written; the old file stays, and no other is
@@ -61,19 +61,23 @@ def _content(
     check_path(path)
     models, optimizers = named("model", model), {} if optimizer is None else named("optimizer", optimizer)
     check_session(session, models.values(), optimizers.values())
-    content = {name: in_full(each, session).state_dict() for name, each in models.items()}
+    content: dict[str, Any] = {}
+    bits: dict[str, Any] = {}
+    for name, each in models.items():
+        whole = in_full(each, session)
+        content[name], bits[name] = whole.parts() if isinstance(whole, InFloat32) else (whole.state_dict(), {})
     content.update({name: each.state_dict() for name, each in optimizers.items()})
     if session is not None:
         content["amp"] = Beside(session, models.values()).state_dict()
     for name, value in extra.items():
-        if name == "format" or name in content:
+        if name in ("format", BITS) or name in content:
             raise CheckpointError(f"{name!r} is a name that checkpoints use themselves; choose another")
         if isinstance(value, Session):
             raise CheckpointError(f"{name}= is a session: give it as session=, so that its masters are in the model's")
         content[name] = value.state_dict() if hasattr(value, "state_dict") and not isinstance(value, type) else value
     for name, state in content.items():
         check_loadable(state, name)
-    return content
+    return {**content, BITS: bits} if any(bits.values()) else content
 
 
 # -- in the background

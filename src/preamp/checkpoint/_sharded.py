@@ -16,10 +16,12 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ..errors import CheckpointError
+from ..optim._eight_bit import as_float32, stored_as
 from ..session import Session, sessions_of
 from ..sharding import rank, ranks
 from ..tree import map_tensors
@@ -27,8 +29,8 @@ from ._arguments import AnyPath, check_kind, check_path, check_session
 from ._content import kept_on_host
 from ._file import read, sha256_of, write
 from ._load import tell_left
-from ._masters import Beside, in_float32
-from ._ranks import named_states, on_all_ranks, own_group, states_for
+from ._masters import BITS, Beside, in_float32, joined, masters_of
+from ._ranks import named_states, names_in, on_all_ranks, own_group, states_for
 from ._save import finish, in_background
 
 LATEST = "latest"
@@ -42,10 +44,10 @@ _UNWRITTEN = "the checkpoint was not written, and the one before it is as it was
 def save_sharded(folder: AnyPath, *, model: nn.Module, optimizer: Optimizer, session: Session | None = None) -> None:
     """Write model, optimizer and session, each rank its own part. All ranks call it, with a folder they share.
 
-    For FSDP2 and tensor parallelism; also where every rank has everything, and on one process. 16-bit parameters are
-    written as the float32 that their masters are. Returns on all ranks when the checkpoint is whole, and the one before
-    it is gone. Where it fails on one rank it fails on all, and the one before it stays. `CheckpointError` for a folder
-    that the ranks do not share, and for pipeline stages.
+    For FSDP2 and tensor parallelism; also where every rank has everything, and on one process. Of 16-bit
+    parameters the masters are written, as they are kept. Returns on all ranks when the checkpoint is whole, and the one
+    before it is gone. Where it fails on one rank it fails on all, and the one before it stays. `CheckpointError` for a
+    folder that the ranks do not share, and for pipeline stages.
     """
     check_path(folder)
     finish()
@@ -93,9 +95,13 @@ def _saving(
         return None if beside is None else beside.state_dict(), name
 
     amp, name = on_all_ranks(begin, _UNWRITTEN)[0]
-    with in_float32(sessions_of(model)):
+    with in_float32(each for each in sessions_of(model) if each.policy.masters):  # else there is nothing to be exact
         states, steps = named_states(model, optimizer)
-        parts = held({"model": states, "optimizer": steps})
+        bits, masters = {}, masters_of(sessions_of(model))
+        for parameter, its in names_in(optimizer, steps).items():
+            if isinstance(masters.get(parameter), tuple) and its in states:
+                states[its], bits[its] = masters[parameter]
+        parts = held({"model": states, BITS: bits, "optimizer": steps})
 
     def hashed() -> dict[str, str]:
         mine = [f"__{rank()}_*", *([".metadata"] if rank() == 0 else [])]
@@ -156,13 +162,23 @@ def load_sharded(folder: AnyPath, *, model: nn.Module, optimizer: Optimizer, ses
     refused = f"{source} cannot be loaded into this model and optimizer, and nothing was"
     reader = Reader(source / str(latest["generation"]))
     with _torchs_own(refused):
-        stated = on_all_ranks(reader.params_with_states, refused)[0]
-    with states_for(model, optimizer, stated):
+        stored = on_all_ranks(reader.stored, refused)[0]
+    its = stored.get("optimizer", {}).get("state", {})
+    with states_for(model, optimizer, its):
         with in_float32(sessions_of(model)):
             states, steps = named_states(model, optimizer)
-            parts: dict[str, Any] = {"model": map_tensors(Tensor.clone, states), "optimizer": steps}
+            parts: dict[str, Any] = {"model": map_tensors(Tensor.clone, states), BITS: {}, "optimizer": steps}
+            named, own = names_in(optimizer, steps), dict(steps["state"])
+            rows = {n: stored_as(own[n], p, its[n]) for p, n in named.items() if n in own and n in its}
+            steps["state"].update(rows)
+        for name, low in stored.get(BITS, {}).items():
+            if isinstance(wide := parts["model"].get(name), Tensor):
+                parts[BITS][name] = torch.empty_like(wide, dtype=low.dtype)
+                parts["model"][name] = torch.empty_like(wide, dtype=torch.bfloat16)
         with _torchs_own(refused):
             load_parts(parts, storage_reader=reader, planner=Planner())
+            joined(parts["model"], parts[BITS])
+            steps["state"].update({n: as_float32(row) for n, row in rows.items() if row is not own[n]})
         if session is not None:
             Beside(session, [model]).load_state_dict(latest["amp"])
         with in_float32(sessions_of(model)):

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ..errors import SessionError
-from ..ledger import parameters_of
+from ..ledger import parameters_of, whole
 from ..modules import unwrapped
 from ..session import Session
 from ..tree import cast_floating
@@ -221,4 +221,4 @@ def _with_masters(module: nn.Module, state: dict[str, Any], prefix: str, _: Any)
     own = {parameter: masters.get(label + name) for name, parameter in module.named_parameters()}
     for name, parameter in module.named_parameters(remove_duplicate=False):
         if own[parameter] is not None and not isinstance(state.get(prefix + name, parameter), nn.Parameter):
-            state[prefix + name] = own[parameter]
+            state[prefix + name] = whole(name, own[parameter])

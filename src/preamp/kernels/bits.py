@@ -18,6 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..sharding import held_here, placed_like
+
 _NAN = 0x7FC00000
 _MASK = 0xFFFFFFFF
 
@@ -27,13 +29,14 @@ def split(master: Tensor, kept: torch.dtype = torch.int16, chances: Tensor | Non
 
     The weight is the master rounded to nearest, ties away from zero, to infinity beyond bfloat16's range. Every NaN
     becomes the same quiet NaN. int16 bits give the master back bit for bit. With int8 ones it is first rounded to 24
-    bits: by `chances`, int64 random numbers in [0, 2**32) of its shape, or to nearest without.
+    bits: by `chances`, int64 random numbers in [0, 2**32), of the shape of its local shard, or to nearest without.
     """
-    number = _bits_of(master)
+    number, shape = _bits_of(held_here(master)), tuple(master.shape)
     if kept is torch.int8:
         number = (number + (0x80 if chances is None else (chances >> 24).to(torch.int32))) & ~0xFF
     weight, low = ((number + 0x8000) >> 16).to(torch.int16).view(torch.bfloat16), number.to(torch.int16)
-    return weight, low if kept is torch.int16 else (low >> 8).to(torch.int8)
+    bits = low if kept is torch.int16 else (low >> 8).to(torch.int8)
+    return placed_like(master, weight, shape), placed_like(master, bits, shape)
 
 
 def join(weight: Tensor, bits: Tensor) -> Tensor:
@@ -42,9 +45,11 @@ def join(weight: Tensor, bits: Tensor) -> Tensor:
     A weight that was written since then keeps its low bits. The exception is a zero with a negative distance: no
     number splits into that, and joining it would give NaN, so the result is zero.
     """
-    number = weight.to(torch.float32).view(torch.int32)  # the weight in the upper half
-    low = bits.to(torch.int16) << 8 if bits.dtype is torch.int8 else bits
-    return number.add_(torch.where(weight == 0, low.clamp_min(0), low)).view(torch.float32)
+    here, low = held_here(weight), held_here(bits)
+    number = here.to(torch.float32).view(torch.int32)  # the weight in the upper half
+    low = low.to(torch.int16) << 8 if low.dtype is torch.int8 else low
+    number.add_(torch.where(here == 0, low.clamp_min(0), low))
+    return placed_like(weight, number.view(torch.float32), tuple(weight.shape))
 
 
 def round_stochastically(values: Tensor, chances: Tensor) -> Tensor:

@@ -5,10 +5,11 @@ Only this room asks what has changed since the last step.
 
 from .buckets import Bucket, Buckets, Collected
 from .gradients import Gradients
+from .kept import KEPT, Kept, whole
 from .leaves import clear_gradients, gradients_of, parameters_in, parameters_of
 from .masters import Masters
 from .no_masters import NoMasters
-from .split import KEPT, SplitMasters, joined, split_like
+from .split import SplitMasters
 from .state import Steps, state_like_parameters
 from .swap import rebuild_reducers, set_data, wrappers_of
 
@@ -18,18 +19,18 @@ __all__ = [
     "Buckets",
     "Collected",
     "Gradients",
+    "Kept",
     "Masters",
     "NoMasters",
     "SplitMasters",
     "Steps",
     "clear_gradients",
     "gradients_of",
-    "joined",
     "parameters_in",
     "parameters_of",
     "rebuild_reducers",
     "set_data",
-    "split_like",
     "state_like_parameters",
+    "whole",
     "wrappers_of",
 ]

@@ -27,6 +27,7 @@ from ..formats import LOW_DTYPES
 from ..kernels import Storage, Tensors
 from ..sharding import held_here, is_sharded
 from .audit import Audit, agrees
+from .kept import Kept, shape_of, whole
 from .leaves import Agreed, Leaf, Leaves
 from .swap import hand_over, rebuild_reducers, set_data, swap
 
@@ -320,38 +321,44 @@ class Masters:
         for parameter, leaf in self._leaves.items():
             leaf.name = paths.get(parameter) or (f"(removed):{leaf.name}" if leaf.name in taken else leaf.name)
 
-    def named(self) -> Iterator[tuple[str, Tensor]]:
-        """(name, master) pairs, the masters being the live tensors."""
+    def named(self) -> dict[str, Kept]:
+        """The masters by name, live tensors."""
+        return {self._leaves[parameter].name: kept for parameter, kept in self.saved().items()}
+
+    def saved(self) -> dict[Parameter, Kept]:
+        """The masters by parameter, live tensors."""
         self.compare()
-        for leaf in self._leaves.values():
-            yield leaf.name, leaf.stored
+        return {parameter: self._saved(parameter, leaf) for parameter, leaf in self._leaves.items()}
 
-    def load(self, state: Mapping[str, Tensor]) -> None:
-        """Take masters by name, and round them into the parameters.
+    def _saved(self, parameter: Parameter, leaf: Leaf) -> Kept:
+        return leaf.stored
 
-        Raises `StateError`, changing nothing, if one does not fit.
-        """
+    def load(self, state: Mapping[str, Any]) -> None:
+        """Take masters of any form by name. `StateError`, changing nothing, if one does not fit."""
         self._loaded, self.rounded = False, None
         self.swap_out()
         self._check_fit(state)
-        by_name = {leaf.name: (parameter, leaf) for parameter, leaf in self._leaves.items()}
         with torch.no_grad():
-            for name, (parameter, leaf) in by_name.items():
-                leaf.stored.copy_(state[name])
-                parameter.data.copy_(leaf.stored)
+            for parameter, leaf in self._leaves.items():
+                self._take(parameter, leaf, whole(leaf.name, state[leaf.name]))
                 self._note(parameter, leaf)
 
-    def _check_fit(self, state: Mapping[str, Tensor]) -> None:
+    def _take(self, parameter: Parameter, leaf: Leaf, wide: Tensor) -> None:
+        """Keep a master that is loaded, and round it into its parameter."""
+        leaf.stored.copy_(wide)
+        parameter.data.copy_(leaf.stored)
+
+    def _check_fit(self, state: Mapping[str, Any]) -> None:
         by_name = {leaf.name: tuple(parameter.shape) for parameter, leaf in self._leaves.items()}
         missing, foreign = sorted(by_name.keys() - state.keys()), sorted(state.keys() - by_name.keys())
         if missing or foreign:
             raise StateError(f"masters do not fit this model: missing {missing[:5]}, unexpected {foreign[:5]}")
         for name, shape in by_name.items():
-            if tuple(state[name].shape) != shape:
-                seen = tuple(state[name].shape)
+            if (seen := shape_of(name, state[name])) != shape:
                 raise StateError(f"the master {name!r} has shape {seen} in the state and {shape} here")
         for leaf in self._leaves.values():
-            if is_sharded(leaf.low) and not is_sharded(state[leaf.name]):
+            kept = state[leaf.name]
+            if is_sharded(leaf.low) and not is_sharded(kept if isinstance(kept, Tensor) else kept[0]):
                 raise StateError(
                     f"the master {leaf.name!r} is whole in the state and sharded here: load what save_sharded wrote, "
                     "or give it as a DTensor"

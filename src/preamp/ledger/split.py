@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -10,13 +10,11 @@ from torch.nn import Parameter
 
 from ..errors import OptimizerError
 from ..kernels import Storage, Tensors, chances_like, join, split
-from ..sharding import held_here, placed_like
+from ..sharding import held_here
+from .kept import Kept
 from .leaves import Leaf, Leaves
 from .masters import Masters
 from .swap import set_data
-
-KEPT = {"split": torch.int16, "split24": torch.int8}
-"""The dtype of the bits, for each `master=` of an optimizer with split masters."""
 
 
 class SplitMasters(Masters):
@@ -35,7 +33,7 @@ class SplitMasters(Masters):
 
     def lower(self, name: str, parameter: Parameter, dtype: torch.dtype) -> None:
         """Turn a float32 parameter into a bfloat16 one with bits beside it."""
-        weight, bits = split_like(parameter.data, self._kept)
+        weight, bits = split(parameter.data, self._kept)
         set_data(parameter, weight)
         self._know(name, parameter, bits)
 
@@ -67,7 +65,7 @@ class SplitMasters(Masters):
 
     def _in_float32(self, parameter: Parameter, leaf: Leaf) -> Tensor:
         """Join the master, in new memory."""
-        return joined(parameter.data, leaf.stored)
+        return join(parameter.data, leaf.stored)
 
     def _publish(self, parameters: Sequence[Parameter], lazily: bool) -> None:
         """Split the float32 data again."""
@@ -77,36 +75,19 @@ class SplitMasters(Masters):
                 wide, chances = leaf.other.data, None
                 if self._kept is torch.int8 and not lazily:  # a step has written it
                     chances = chances_like(held_here(wide), self._seed, self.step, leaf.number)
-                weight, bits = split_like(wide, self._kept, chances)
+                weight, bits = split(wide, self._kept, chances)
                 if not lazily or not torch.equal(held_here(leaf.low), held_here(weight)):
                     leaf.low.copy_(weight)
                 leaf.stored.copy_(bits)
 
-    def named(self) -> Iterator[tuple[str, Tensor]]:
-        """(name, master) pairs in float32, in new memory."""
-        self.refresh()
-        for leaf in self._leaves.values():
-            yield leaf.name, joined(leaf.low, leaf.stored)
+    def _saved(self, parameter: Parameter, leaf: Leaf) -> Kept:
+        """The weight and its bits."""
+        if parameter in self._inside:  # what is there now, and will be split when the weight comes back
+            return split(parameter.data, self._kept)
+        return leaf.low, leaf.stored
 
-    def load(self, state: Mapping[str, Tensor]) -> None:
-        """Take float32 masters by name. `StateError`, changing nothing, if one does not fit."""
-        self._loaded, self.rounded = False, None
-        self.full()
-        try:
-            super()._check_fit(state)
-            for parameter, leaf in self._leaves.items():
-                parameter.data.copy_(state[leaf.name])
-        finally:
-            self.low()
-
-
-def split_like(wide: Tensor, kept: torch.dtype, chances: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """`kernels.split`, of DTensors too. `chances`: for this process's part."""
-    weight, bits = split(held_here(wide), kept, chances)
-    shape = tuple(wide.shape)
-    return placed_like(wide, weight, shape), placed_like(wide, bits, shape)
-
-
-def joined(weight: Tensor, bits: Tensor) -> Tensor:
-    """`kernels.join`, of DTensors too."""
-    return placed_like(weight, join(held_here(weight), held_here(bits)), tuple(weight.shape))
+    def _take(self, parameter: Parameter, leaf: Leaf, wide: Tensor) -> None:
+        """Split a master that is loaded."""
+        weight, bits = split(wide, self._kept)
+        parameter.data.copy_(weight)
+        leaf.stored.copy_(bits)

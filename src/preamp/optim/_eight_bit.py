@@ -10,8 +10,8 @@ from torch import Tensor
 
 from ..errors import OptimizerError
 from ..formats import LOW_DTYPES
-from ..kernels import blocks_in_a_row, blocks_of, dequantize, quantize
-from ..sharding import held_here, is_sharded, placed_like
+from ..kernels import BLOCK, blocks_in_a_row, blocks_of, dequantize, quantize
+from ..sharding import Parted, held_here, is_sharded, placed_like
 
 SMALLEST = 4096
 """Elements from which on a parameter's moments go into 8 bits. Norms and biases have fewer, and would save little."""
@@ -90,17 +90,44 @@ def as_float32(row: Any) -> Any:
         return row
     wide = {name: value for name, value in row.items() if name not in NAMES}
     for name, scale, dtype in _PAIRS:
-        codes, scales = (
-            held_here(each) if isinstance(each, Tensor) else None for each in (row.get(name), row.get(scale))
-        )
-        if codes is None or scales is None or scales.numel() != blocks_of(codes.numel()):
+        codes: Any = row.get(name)
+        scales: Any = row.get(scale)
+        given = isinstance(codes, Tensor) and isinstance(scales, Tensor)
+        of_whole = given and is_sharded(codes) and not is_sharded(scales)
+        if not given or held_here(scales).numel() != blocks_of((codes if of_whole else held_here(codes)).numel()):
             raise OptimizerError(
                 f"the states {name!r} and {scale!r} of a parameter are codes in 8 bits and a scale for each block of "
                 "them, and these do not fit each other, so no moment can be made of them: give both as they were saved"
             )
-        values = dequantize(_dense(codes.to(dtype)), scales.reshape(-1).to(torch.float32))
-        wide[name.removesuffix("_8bit")] = placed_like(row[name], values, tuple(row[name].shape))
+        here = _dense(held_here(codes).to(dtype))
+        if of_whole:  # blocks may be cut
+            each = scales.reshape(-1).repeat_interleave(BLOCK)[: codes.numel()].view(codes.shape)
+            values = dequantize(here, scales.new_ones(blocks_of(here.numel()))) * Parted(codes).part(each)
+        else:
+            values = dequantize(here, held_here(scales).reshape(-1).to(torch.float32))
+        wide[name.removesuffix("_8bit")] = placed_like(codes, values, tuple(codes.shape))
     return wide
+
+
+def stored_as(row: dict[str, Any], param: Tensor, stored: Mapping[str, Any]) -> dict[str, Any]:
+    """A parameter's states to be read into: itself if what is stored has the same form, else empty ones of that form.
+
+    `stored`: meta tensors. Codes come with the scales of the whole tensor, also where that is sharded.
+    """
+    theirs = _forms(stored)
+    if {"master", "master_bits"}.isdisjoint(row):  # they are its optimizer's own, or nobody's
+        theirs = {name: form for name, form in theirs.items() if not name.startswith("master")}
+    if theirs == _forms(row):
+        return row
+    made = {name: value for name, value in row.items() if name not in _FORMS}
+    for name, (shape, dtype) in theirs.items():
+        wide = name in SCALES
+        made[name] = torch.zeros(shape, device=param.device) if wide else torch.zeros_like(param, dtype=dtype)
+    return made
+
+
+def _forms(states: Mapping[str, Any]) -> dict[str, tuple[torch.Size, torch.dtype]]:
+    return {n: (states[n].shape, dtype or states[n].dtype) for n, dtype in _FORMS.items() if n in states}
 
 
 def _dense(tensor: Tensor) -> Tensor:
@@ -108,4 +135,6 @@ def _dense(tensor: Tensor) -> Tensor:
     return torch.empty_like(tensor).copy_(tensor)
 
 
+_FORMS = {**dict.fromkeys((*NAMES, "exp_avg", "exp_avg_sq", "master"), torch.float32), **CODES, "master_bits": None}
+"""The dtypes in which moments and masters are read; None: as they are."""
 _PAIRS = tuple((name, scale, CODES[name]) for name, scale in zip(CODES, SCALES, strict=True))

@@ -14,7 +14,8 @@ from torch.optim import Optimizer
 
 from ..errors import OptimizerError, kind_of
 from ..formats import LOW_DTYPES
-from ..ledger import KEPT, Buckets, Masters, SplitMasters, joined, split_like
+from ..kernels import join, split
+from ..ledger import KEPT, Buckets, Masters, SplitMasters
 from ..sharding import held_here
 from ._eight_bit import NAMES, as_float32, is_8bit
 from ._from_apex import check_form, completed
@@ -194,15 +195,14 @@ class Loading(Optimizer):
         if bits is not None and bits.dtype is kept:
             state["master_bits"] = bits  # beside a weight that may be loaded later
             return
-        wide = joined(param, bits) if master is None and bits is not None else master
-        if wide is None:
+        if bits is None and master is None:
             return
+        wide = join(param, bits) if master is None else master  # type: ignore[arg-type]
         if kept is None:
-            state["master"] = wide
-            param.copy_(wide)
+            state["master"] = weight = wide
         else:
-            weight, state["master_bits"] = split_like(wide, kept)
-            param.copy_(weight)
+            weight, state["master_bits"] = split(wide, kept)
+        param.copy_(weight)
 
     def _low_params(self) -> set[Parameter]:
         params = (p for group in self.param_groups for p in group["params"] if p.dtype in LOW_DTYPES)

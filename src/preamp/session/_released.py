@@ -7,6 +7,7 @@ scale, whose flag says whether to step at all, clipping by the common norm, accu
 
 from __future__ import annotations
 
+import warnings
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NoReturn
@@ -17,7 +18,7 @@ from torch.nn import Parameter
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from ..errors import PolicyError, SessionError
+from ..errors import PolicyError, PreampWarning, SessionError
 from ..kernels import Reading, read
 from ..ledger import gradients_of, parameters_of, wrappers_of
 from ..optim import FusedOptimizer
@@ -80,6 +81,14 @@ class Released:
         """End the step without a report, of all parameters but the first `kept`: a pass failed, or was given up."""
         self._read = dict(list(self._read.items())[:kept])
 
+    def zeroed(self) -> None:
+        """End the step, since its gradients are cleared; `PreampWarning` if there were some."""
+        if self._read:
+            told = f"{len(self._read)} parameters were stepped already, as release_gradients=True does in backward: "
+            told += "zero_grad() before session.step() takes nothing back. Look at a loss before its backward pass"
+            warnings.warn(told, PreampWarning, stacklevel=3)
+        self.forget()
+
     def watch(self) -> None:
         """Step parameters that have joined, too."""
         for optimizer in self._optimizers:
@@ -110,6 +119,9 @@ class Released:
         """End the steps since the last call, of all optimizers. `check`: called before that."""
         if len(chosen) < len(self._optimizers):
             self.refuse("step(optimizer) of one of several optimizers")
+        for optimizer in self._optimizers:
+            for parameter in parameters_of(optimizer):  # hooks do not see gradients that were assigned, or handed over
+                self.came(optimizer, parameter)
         parameters, every = list(self._read), list(self._read.values())
         self._read.clear()
         check(parameters, chosen)

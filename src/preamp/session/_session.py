@@ -366,7 +366,7 @@ class Session:
         if optimizer is None:
             self._pending.forget_backward()
             if self._released is not None:
-                self._released.forget()
+                self._released.zeroed()
             for model in self._models.values():
                 clear_gradients(model, set_to_none)
 
@@ -428,7 +428,7 @@ class Session:
         """All that preamp adds to a training run: scales, masters, counters. Save it beside model and optimizer.
 
         Tensors, numbers and strings only, so `torch.load(weights_only=True)` reads it. The tensors are the live ones,
-        as in torch's own state dicts: clone them to keep their values.
+        as in torch's own state dicts: clone them to keep their values. A split master is a pair: weight and bits.
         """
         self._check_open()
         self._settle(None)
@@ -437,13 +437,15 @@ class Session:
             "version": STATE_VERSION,
             "policy": str(self.policy),
             "losses": self._losses.state_dict(),
-            "masters": dict(self._masters.named()),
+            "masters": self._masters.named(),
             "steps": self._attempts,
             "skipped": self.skipped,
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore what `state_dict` gave; before or after the model's and the optimizer's own state.
+
+        Masters may have been kept in another form (`master=` of the optimizer); then load the model's state first.
 
         Args:
             state: A `state_dict` of a session with the same policy.
