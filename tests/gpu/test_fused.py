@@ -25,6 +25,7 @@ from tests.kernels.steps import (
     awkward,
     by_operators,
     check_found_writes_nothing,
+    check_kernels,
     far,
     gradients,
 )  # fmt: skip
@@ -44,21 +45,7 @@ def number(value: float) -> Tensor:
 @pytest.mark.parametrize("low", LOWS, ids=str)
 @pytest.mark.parametrize(("name", "options"), WITH_KERNELS, ids=NAMES[: len(WITH_KERNELS)])
 def test_kernels_do_what_operators_do(name: str, options: dict[str, Any], low: torch.dtype | None) -> None:
-    params = awkward("cuda", 500)
-    run = Run(name, options, params, [p.to(low) for p in params] if low else None)
-    twin = run.twin()
-    for i, factor in enumerate([None, 0.25, 0.3, 2.0**-16, 1.0]):
-        grads = gradients(params, low or torch.float32, i, same_layout=i != 1)
-        times = None if factor is None else number(factor)
-        with by_operators():
-            twin.take([g.clone() for g in grads], times, number(0.0))
-        run.take(grads, times, number(0.0) if i else None)
-    assert far(run.params, twin.params, but=CANCELLED) <= 8
-    for a, b in zip(run.states, twin.states, strict=True):
-        assert far(a, b) <= 8
-    for p, published in zip(params, run.lows or [], strict=low is not None):
-        assert published is not None and torch.equal(published, p.to(published.dtype))
-    assert float(run.step) == float(twin.step)
+    check_kernels(name, options, low, awkward("cuda", 500), ulp=8, but=CANCELLED)
 
 
 @pytest.mark.parametrize("low", [None, torch.bfloat16], ids=str)
