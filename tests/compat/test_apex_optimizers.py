@@ -23,7 +23,6 @@ from preamp.compat.apex.optimizers import (
     FusedNovoGrad,
     FusedSGD,
 )
-from preamp.optim import AdamW, float32_states
 
 from ..kernels import plain
 from .toys import through_a_file
@@ -422,32 +421,3 @@ def test_a_state_of_torchs_own_optimizer_goes_on(ours: Any, theirs: Any, options
         before.step()
         after.step()
         torch.testing.assert_close(parameter, reference)
-
-
-@pytest.mark.parametrize("low", [torch.float32, torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("kind", ["adam", "adam-capturable", "adam-masters"])
-def test_moments_in_8_bits_go_on_in_float32(kind: str, low: torch.dtype) -> None:
-    """Those of `preamp.optim`, as the same optimizer with float32 moments goes on from them."""
-
-    def step(optimizer: Any, count: int) -> None:
-        generator = torch.Generator().manual_seed(count)
-        for _ in range(count):
-            for group in optimizer.param_groups:
-                for p in group["params"]:
-                    p.grad = torch.randn(p.shape, generator=generator).to(p.dtype)
-            optimizer.step()
-
-    saving = AdamW([Parameter(torch.ones(64, 65, dtype=low)), Parameter(torch.ones(5, dtype=low))], states="8bit")
-    step(saving, 5)
-    state = saving.state_dict()
-    assert "exp_avg_8bit" in state["state"][0] and "exp_avg" in state["state"][1]
-    steps = []
-    for saved in (state, float32_states(state)):
-        params = [Parameter(p.detach().clone()) for p in saving.param_groups[0]["params"]]
-        optimizer = EVERY[kind](params)
-        optimizer.load_state_dict(saved)
-        assert all(optimizer.state[p].keys() & {"exp_avg", "exp_avg_8bit"} == {"exp_avg"} for p in params)
-        assert all(bool(optimizer.state[p]["exp_avg_sq"].all()) for p in params)
-        step(optimizer, 3)
-        steps.append([p.detach() for p in params])
-    assert all(map(torch.equal, *steps)) and "exp_avg_8bit" in state["state"][0]
