@@ -281,6 +281,7 @@ def test_registered_functions() -> None:
     amp.register_promote_function(Library, "both")
     amp.register_float_function(torch, "sigmoid")
     amp.register_float_function(torch, "mm")  # over the list that says otherwise
+    amp.register_float_function(nn.Softsign, "forward")
     with pytest.raises(ValueError, match="No function named nowhere in module"):
         amp.register_half_function(Library, "nowhere")
     handle = amp.init()
@@ -288,6 +289,7 @@ def test_registered_functions() -> None:
     assert Library.both(positive(1), torch.ones(1)).dtype is FLOAT
     assert torch.sigmoid(positive(1)).dtype is FLOAT and positive(1).sigmoid().dtype is HALF
     assert torch.mm(positive(2, 2), positive(2, 2)).dtype is FLOAT
+    assert nn.Softsign()(positive(1)).dtype is FLOAT
     handle._deactivate()
     assert dict(vars(Library)) == before
     amp.init()

@@ -1,11 +1,10 @@
-"""Programs in the styles of those that were written for Apex: rivals, recommendation, pretraining."""
+"""Programs in the styles of those that were written for Apex: two rivals, and pretraining."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import pytest
-import torch
 
 from .toys import trains
 
@@ -47,60 +46,6 @@ def test_two_networks_against_each_other(level: str) -> None:
                     a.lerp_(p.to(a.dtype), 0.1)
                 losses.append(float((average(torch.randn(64, 4)).float().mean(0) - 2).square().mean()))
     """, LEVEL=level)  # fmt: skip
-
-
-def test_recommendation_with_apexs_perceptrons() -> None:
-    """Dense layers from apex.mlp, read and filled from outside; sparse embeddings with an optimizer of their own."""
-    trains("""
-        from apex import amp, mlp
-        bottom, top = mlp.MLP([8, 32, 8]), mlp.MLP([16, 32, 4], activation="none")
-        for weight, bias in zip(bottom.weights, bottom.biases):
-            nn.init.normal_(weight, 0.0, math.sqrt(2.0 / sum(weight.shape)))
-            nn.init.normal_(bias, 0.0, math.sqrt(1.0 / len(bias)))
-        embedding = nn.Embedding(50, 8, sparse=True)
-        model = nn.ModuleList([bottom, top, embedding])
-        dense = torch.optim.SGD([*bottom.parameters(), *top.parameters()], lr=0.05)
-        sparse = torch.optim.SparseAdam(list(embedding.parameters()), lr=0.02)
-        model, optimizers = amp.initialize(model, [dense, sparse], opt_level="O1", loss_scale=1024.0, verbosity=0)
-        ids = torch.randint(0, 50, (16,))
-        for i in range(60):
-            x, y = DATA[i % 4]
-            loss = F.cross_entropy(top(torch.cat([bottom(x), embedding(ids)], 1)), y)
-            for optimizer in optimizers:
-                optimizer.zero_grad()
-            with amp.scale_loss(loss, optimizers) as scaled:
-                scaled.backward()
-            for optimizer in optimizers:
-                optimizer.step()
-            losses.append(float(loss.detach()))
-    """)
-
-
-def test_a_model_that_asks_apex_for_float32_norms() -> None:
-    """Registrations by module and name, before initialize."""
-    space = trains("""
-        import apex
-        import apex.normalization
-        from apex import amp
-        apex.amp.register_float_function(apex.normalization.FusedLayerNorm, "forward")
-        apex.amp.register_half_function(torch, "einsum")
-        BertLayerNorm = apex.normalization.FusedLayerNorm
-        model = nn.Sequential(nn.Linear(8, 32), BertLayerNorm(32, eps=1e-12), nn.GELU(), nn.Linear(32, 4))
-        optimizer = apex.optimizers.FusedLAMB(model.parameters(), lr=0.02)
-        model, optimizer = amp.initialize(model, optimizer, opt_level="O1", verbosity=0)
-        seen = []
-        model[1].register_forward_hook(lambda module, inputs, output: seen.append(output.dtype))
-        for i in range(24):
-            x, y = DATA[i % 4]
-            loss = F.cross_entropy(model(x), y)
-            optimizer.zero_grad()
-            with amp.scale_loss(loss, optimizer) as scaled_loss:
-                scaled_loss.backward()
-            optimizer.step()
-            losses.append(float(loss.detach()))
-        amp.close()
-    """)
-    assert set(space["seen"]) == {torch.float32}
 
 
 def test_pretraining_that_reduces_gradients_by_itself() -> None:

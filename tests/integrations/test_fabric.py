@@ -123,21 +123,6 @@ def test_a_run_resumes_bit_for_bit(level: str, when: str, tmp_path: Path) -> Non
     assert_same(resumed, *plain(level, "preamp", scheduled=False)[:2])
 
 
-@pytest.mark.slow
-def test_weights_and_optimizer_alone_resume_bit_for_bit_where_there_is_no_scale(tmp_path: Path) -> None:
-    run = Run("O5")
-    run.train(range(HALF))
-    run.fabric.save(tmp_path / "at.ckpt", {"model": run.model, "optimizer": run.optimizer})
-    for begun in (False, True):
-        resumed = Run("O5")
-        if begun:
-            resumed.train(range(2))
-        resumed.fabric.load(tmp_path / "at.ckpt", {"model": resumed.model, "optimizer": resumed.optimizer})
-        resumed.train(range(HALF, STEPS))
-        masters = resumed.precision.session.state_dict()["masters"]
-        torch.testing.assert_close(masters, plain("O5", "preamp", scheduled=False).state["masters"], rtol=0, atol=0)
-
-
 @pytest.mark.parametrize("level", ["O2", "O4"])
 def test_two_models_and_optimizers(level: str) -> None:
     """Steps of a GAN: each optimizer steps by itself, and the second one only every other time."""

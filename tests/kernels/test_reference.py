@@ -68,14 +68,6 @@ def test_found_writes_nothing(name: str, options: dict[str, Any]) -> None:
     steps.check_found_writes_nothing(Run(name, options, params, [p.to(torch.bfloat16) for p in params]))
 
 
-def test_found_writes_nothing_to_split_masters() -> None:
-    lows, bits = ([half] for half in fused.split(torch.randn(9)))
-    step, states = torch.zeros(()), [[torch.zeros(9)] for _ in range(2)]
-    before = [lows[0].clone(), bits[0].clone()]
-    fused.adam_split_(lows, bits, [torch.ones(9).bfloat16()], *states, [], step, found=torch.tensor(1.0), **ADAM)
-    assert all(map(torch.equal, [lows[0], bits[0]], before)) and not float(step) and not states[0][0].any()
-
-
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 def test_low_parameters_without_masters(dtype: torch.dtype) -> None:
     """The gradient is multiplied in float32 inside the step: in float16 it would be lost."""
