@@ -100,6 +100,10 @@ def test_a_model_keeps_its_path_when_others_come_and_go() -> None:
     assert (names.get(one[0]), names.get(two[0])) == ("0", "teacher:0")
     names._take({"teacher": two})
     assert names.get(two[0]) == "teacher:0"
+    names._take({"teacher": one, "teacher-1": two})
+    assert names.get(two[0]) == "teacher:0" != names.get(one[0]), "no two have one name"
+    names._take({"inner": one[0]})
+    assert names.get(one[0]) == "", "what was a part of another is none now"
 
 
 def test_the_last_line_counts_the_skips() -> None:

@@ -168,10 +168,12 @@ class Names:
     def _take(self, models: dict[str, nn.Module]) -> None:
         self._models = {name: weakref.ref(model) for name, model in models.items()}
         before, self._paths, self.owners, held = self._paths, weakref.WeakKeyDictionary(), {}, list[Tensor]()
+        taken = {before.get(model, "a part") for model in models.values()}
         for name, model in models.items():
-            fresh = "" if len(models) == 1 else f"{name}:"
-            known = before.get(model, fresh)
-            prefix = known if known[-1:] in ("", ":") else fresh  # what was a part of another is none now
+            prefix, fresh = before.get(model, "a part"), "" if len(models) == 1 else f"{name}:"
+            if prefix[-1:] not in ("", ":"):  # it is new, or was a part of another
+                prefix = f"{name}-{len(taken)}:" if fresh in taken else fresh
+                taken.add(prefix)
             for path, module in model.named_modules():
                 clean = ".".join(word for word in path.split(".") if word != "_orig_mod")
                 self._paths.setdefault(module, prefix + clean)
