@@ -274,6 +274,9 @@ def test_stars_and_texts_are_followed() -> None:
         "# preamp: session = preamp.prepare("
         in migrated("from apex.fp16_utils import *\nn = network_to_half(n)\n").after
     )
+    own = "w = 1\ndef f(parser):\n    global w\n    loss = parser.add(type=int)\n    print(loss, w)\n"
+    own = f"from apex.fp16_utils import *\n{own}"
+    assert "# preamp: " not in migrated(own).after, "its own names, keywords and builtins are not the star's"
     text = "import importlib\na = importlib.import_module('apex.amp')\na.state_dict()\n"
     assert "# preamp: session.state_dict()\na.state_dict()\n" in migrated(text).after
 

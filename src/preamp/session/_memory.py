@@ -54,13 +54,19 @@ class Memory:
         """The rows, and their sum."""
         from ..report import Column, Table  # not needed to train
 
-        columns = ("kind", "dtype", "bytes", Column("size", "GiB", 3), Column("bytes a parameter", "", 2))
+        columns = (
+            "kind",
+            "dtype",
+            Column("bytes", align="right"),
+            Column("size", "GiB", 3),
+            Column("bytes a parameter", "", 2),
+        )
         cells = [self.cells(row.kind, name_of(row.dtype), row.bytes) for row in self.rows]
         return Table(title, columns, [*cells, self.cells("all", "", self.total)])
 
     def cells(self, kind: str, dtype: str, size: int) -> tuple[Cell, ...]:
         """A row of the table."""
-        return kind, dtype, size, size / _GIB, size / max(self.parameters, 1)
+        return kind, dtype, f"{size:,}", size / _GIB, size / max(self.parameters, 1)
 
     def to_json(self) -> dict[str, Any]:
         """Everything, in types that strict JSON takes."""
