@@ -145,7 +145,7 @@ def test_two_optimizers_stepped_one_by_one() -> None:
 def test_what_it_refuses() -> None:
     model, optimizer, session = made("O2")
     scaler = preamp.SessionScaler(session)
-    with pytest.raises(SessionError, match=r"takes what preamp\.prepare returned; this is"):
+    with pytest.raises(SessionError, match=r"takes what preamp\.prepare\(model, optimizer\) returns; this is"):
         preamp.SessionScaler(model)  # type: ignore[arg-type]
     scaler.scale(loss_of(session, model, 0)).backward()
     with pytest.raises(RuntimeError, match="takes only the optimizer"):
