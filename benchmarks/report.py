@@ -88,8 +88,11 @@ def _ratios(rows: Rows) -> Iterator[tuple[str, str, Mapping[str, Any]]]:
 def _chart(title: str, ratios: Sequence[tuple[str, str, Mapping[str, Any]]]) -> BarChart:
     medians, lows, highs = ([ratio[name] for *_, ratio in ratios] for name in ("median", "low", "high"))
     labels = [f"{work}: {contender}" for work, contender, _ in ratios]
-    value, note = "times as fast as the reference of its row", "Whiskers hold the true median with 95 % or more."
-    return BarChart(title, labels, [Bars("ratio", medians, lows, highs)], value, digits=2, note=note)
+    value, note = (
+        "times as fast as the reference of its row",
+        "Bars begin at 1. Whiskers hold the true median with 95 % or more.",
+    )
+    return BarChart(title, labels, [Bars("ratio", medians, lows, highs)], value, base=1.0, digits=2, note=note)
 
 
 def _curves(row: Mapping[str, Any]) -> LineChart:

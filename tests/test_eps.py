@@ -110,20 +110,13 @@ def test_optimizers_without_an_epsilon_give_no_rows() -> None:
 
 
 def test_a_pair_of_epsilons_as_adafactor_has() -> None:
-    optimizer = torch.optim.SGD(parameters(), 0.1)
-    optimizer.param_groups[0]["eps"] = (1e-30, 1e-3)
-    (row,) = safe_eps(optimizer, LOW_FP16)
-    assert (row.verdict, row.eps) == ("zero", 1e-30)
-    safe_eps(optimizer, LOW_FP16, apply=True)
-    assert optimizer.param_groups[0]["eps"] == (SAFE_FP16_EPS, 1e-3)
-
-
-def test_torchs_own_adafactor() -> None:
     optimizer = torch.optim.Adafactor(parameters(), 1e-2)  # its first epsilon is None: that of the dtype
     assert safe_eps(optimizer, LOW_FP16) == ()
     optimizer = torch.optim.Adafactor(parameters(), 1e-2, eps=(1e-30, 1e-3))
+    (row,) = safe_eps(optimizer, LOW_FP16)
+    assert (row.verdict, row.eps) == ("zero", 1e-30)
     (row,) = safe_eps(optimizer, LOW_FP16, apply=True)
-    assert row.fine
+    assert row.fine and optimizer.param_groups[0]["eps"] == (SAFE_FP16_EPS, 1e-3)
     optimizer.param_groups[0]["params"][0].grad = torch.ones(3, dtype=torch.float16)
     optimizer.step()
 

@@ -146,6 +146,7 @@ TABLE: tuple[OpRule, ...] = (
           "slogdet", "logdet", "linalg_matrix_exp", "matrix_exp", "linalg_vander", reason=_FACTORISATION),
     _full("quantile", "quantile", "quantile.scalar", "nanquantile", "nanquantile.scalar",
           reason=f"interpolates between order statistics; {_NO_KERNEL}"),
+    _full("sparse.mm", "_sparse_addmm", reason="its backward pass refuses a matrix that a region has cast"),
     _full("histogram", "histogram.bins_tensor", "histogram.bin_ct", "histogramdd", "histogramdd.int_bins",
           "histogramdd.TensorList_bins", reason=_NO_KERNEL),
     _full("special", *(f"special_{name}" for name in (

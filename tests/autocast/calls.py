@@ -92,6 +92,7 @@ CALLS: dict[str, Callable[[Maker], Args]] = {
     "isclose": _pair, "heaviside": _pair, "heaviside_": _pair, "complex": _pair,
     **{f"embedding_bag{form}": _call(lambda t, end=end: (t(4, 3), _index(), ZERO.long(), False, 0, False, t(2), *end))
        for form, end in (("", ()), (".padding_idx", (False, None)))},
+    "_sparse_addmm": _call(lambda t: (t(2, 2), t(2, 2).to_sparse(), t(2, 2))),
     "histogram.bins_tensor": _call(lambda t: (t(4), torch.arange(3.0))),
     "histogram.bin_ct": _call(lambda t: (t(4), 3)),
     "histogramdd": _call(lambda t: (t(4, 2), [3, 3])),

@@ -67,22 +67,6 @@ def test_outside_regions_operators_with_rules_run_no_python(calls: Counter[str])
     assert not calls
 
 
-def test_float32_inputs_of_a_full_operator_are_passed_on_as_they_are(calls: Counter[str]) -> None:
-    x = torch.randn(4, 4)
-    seen = []
-
-    class Watch(torch.utils._python_dispatch.TorchDispatchMode):
-        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            seen.append(func)
-            return func(*args, **(kwargs or {}))
-
-    with preamp.autocast("cpu", dtype=BF16), Watch():
-        x.exp()
-        x.bfloat16().softmax(-1)
-    assert torch.ops.aten.exp.default in seen
-    assert seen.count(torch.ops.aten._to_copy.default) <= 2  # .bfloat16() and what softmax(dtype=float32) does
-
-
 def test_a_rule_is_installed_once_however_many_regions(monkeypatch: pytest.MonkeyPatch) -> None:
     installs = []
     install = _registry._install

@@ -1,8 +1,10 @@
-"""torch's own tables of what autocast does on CUDA, run on the CPU in preamp's regions."""
+"""torch's own tables of what autocast does on CUDA, run on the CPU in preamp's regions: the dtypes are CUDA's.
+
+What the values are is checked in `test_torch_keeps_its_lists`.
+"""
 
 from __future__ import annotations
 
-import collections.abc
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -78,42 +80,21 @@ def call(entry: Entry, args: tuple[Any, ...]) -> list[Any]:
     return results
 
 
-def equal(a: Any, b: Any) -> bool:
-    if isinstance(a, Tensor):
-        return a.dtype == b.dtype and torch.equal(a.nan_to_num(), b.nan_to_num())
-    if isinstance(a, collections.abc.Iterable):
-        return all(equal(x, y) for x, y in zip(a, b, strict=True))
-    return bool(a == b)
-
-
-def near(low: Any, exact: Any) -> bool:
-    """Whether 16-bit results are the exact ones but for roundings."""
-    if isinstance(low, Tensor):
-        atol = 0.02 * max(1.0, float(exact.double().abs().nan_to_num(0).max())) if exact.numel() else 0.0
-        return torch.allclose(low.double(), exact.double(), rtol=0.02, atol=atol, equal_nan=True)
-    if isinstance(low, collections.abc.Iterable):
-        return all(near(x, y) for x, y in zip(low, exact, strict=True))
-    return bool(low == exact)
-
-
-def check(entry: Entry, args: tuple[Any, ...], low: torch.dtype, run_as: torch.dtype, out: torch.dtype | None) -> None:
+def check(entry: Entry, args: tuple[Any, ...], low: torch.dtype, wanted: torch.dtype) -> None:
     with preamp.autocast("cpu", dtype=low):
         results = call(entry, args)
-    # how a CPU multiplies 16-bit tensors is its own affair: what it should come to is known from float64
-    controls = call(entry, cast(cast(args, run_as), torch.float64) if run_as is low else cast(args, run_as))
-    for result, control in zip(results, controls, strict=True):
+    for result in results:
         first = result[0] if isinstance(result, (list, tuple)) else result
         if isinstance(first, Tensor):
-            assert first.dtype is (out or run_as)
-        assert near(result, control) if run_as is low else equal(result, control), (result, control)
+            assert first.dtype is wanted
 
 
 @EACH
 @pytest.mark.filterwarnings("ignore:.*chain_matmul is deprecated")
 def test_what_cuda_runs_low(low: torch.dtype) -> None:
     def runs_low(entry: Entry) -> None:
-        check(entry, entry.args, low, low, None)
-        check(entry, cast(entry.args, low), low, low, None)
+        check(entry, entry.args, low, low)
+        check(entry, cast(entry.args, low), low, low)
 
     check_rows(entries("torch_fp16", "nn_fp16", "linalg_fp16", "methods_fp16"), runs_low)
 
@@ -121,24 +102,21 @@ def test_what_cuda_runs_low(low: torch.dtype) -> None:
 @EACH
 def test_einsum_runs_low(low: torch.dtype) -> None:
     a, b = torch.randn(2, 3, 2, 4), torch.randn(2, 3, 2, 4)
-    equation = "bkhd,bqhd->bqkh"
     with preamp.autocast("cpu", dtype=low):
-        result = torch.einsum(equation, a, b)
-    assert result.dtype is low
-    assert near(result, torch.einsum(equation, a.to(low).double(), b.to(low).double()))
+        assert torch.einsum("bkhd,bqhd->bqkh", a, b).dtype is low
 
 
 @EACH
 def test_what_cuda_runs_full(low: torch.dtype) -> None:
     every = entries("torch_fp32", "nn_fp32", "methods_fp32")
-    check_rows(every, lambda entry: check(entry, cast(entry.args, low), low, FP32, None))
+    check_rows(every, lambda entry: check(entry, cast(entry.args, low), low, FP32))
 
 
 @EACH
 @pytest.mark.filterwarnings("ignore:(?s).*torch.cross without specifying the dim")
 def test_what_cuda_promotes(low: torch.dtype) -> None:
     every = entries("torch_need_autocast_promote")
-    check_rows(every, lambda entry: check(entry, mixed(entry.args, low), low, FP32, None))
+    check_rows(every, lambda entry: check(entry, mixed(entry.args, low), low, FP32))
 
 
 @EACH
@@ -147,7 +125,7 @@ def test_what_torch_promotes_by_itself(low: torch.dtype) -> None:
         name, promised = next((row[0], row[-1]) for row in getattr(CUDA_LISTS, entry.list) if row[0] == entry.name)
         if name == "__div__":
             entry = entry._replace(name="__truediv__")
-        check(entry, mixed(entry.args, low), low, FP32, promised)
+        check(entry, mixed(entry.args, low), low, promised or FP32)
 
     check_rows(entries("torch_expect_builtin_promote", "methods_expect_builtin_promote"), promotes)
 
@@ -159,35 +137,9 @@ def mixed(args: Any, low: torch.dtype) -> Any:
     return type(args)(mixed(item, low) for item in args) if isinstance(args, (list, tuple)) else args
 
 
-@EACH
-@pytest.mark.parametrize("name, args", [(row[0], row[1]) for row in CUDA_LISTS.banned])
-def test_what_cuda_bans(name: str, args: tuple[Tensor, ...], low: torch.dtype) -> None:
-    function = getattr(torch._C._nn, name)
-    with preamp.autocast("cpu", dtype=low):
-        for which in ((low, low), (low, FP32), (FP32, low)):
-            with pytest.raises(RuntimeError, match="BCEWithLogitsLoss"):
-                function(*(a.to(d) for a, d in zip(args, which, strict=True)))
-        assert function(*args).dtype is FP32  # float32 probabilities are in no danger
-    assert function(*args).dtype is FP32
-
-
-@EACH
-def test_the_two_tables_of_torch_differ(low: torch.dtype) -> None:
-    """Where the CPU's lists and CUDA's disagree, preamp's regions follow CUDA's."""
-    image = torch.randn(1, 2, 4, 4, 4).to(low)
-    with torch.autocast("cpu", dtype=low):
-        assert torch.nn.functional.avg_pool3d(image, 2).dtype is FP32
-        assert torch.nn.functional.pad(image[0, 0], (1, 1), "reflect").dtype is FP32
-        assert image.softmax(-1).dtype is low
-    with preamp.autocast("cpu", dtype=low):
-        assert torch.nn.functional.avg_pool3d(image, 2).dtype is low
-        assert torch.nn.functional.pad(image[0, 0], (1, 1), "reflect").dtype is low
-        assert image.softmax(-1).dtype is FP32
-
-
 def test_every_list_of_torch_is_used() -> None:
     used = {
-        "torch_fp16", "nn_fp16", "linalg_fp16", "methods_fp16", "torch_fp32", "nn_fp32", "methods_fp32", "banned",
+        "torch_fp16", "nn_fp16", "linalg_fp16", "methods_fp16", "torch_fp32", "nn_fp32", "methods_fp32",
         "torch_need_autocast_promote", "torch_expect_builtin_promote", "methods_expect_builtin_promote",
     }  # fmt: skip
-    assert set(vars(CUDA_LISTS)) == used
+    assert set(vars(CUDA_LISTS)) == {*used, "banned"}  # which `test_regions` has

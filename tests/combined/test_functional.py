@@ -291,32 +291,3 @@ def test_hooks_that_change_what_passes(level: str) -> None:
     ours, theirs = grads(True), grads(False)
     for name, gradient in theirs.items():
         assert torch.equal(ours[name] * (2 if name.startswith("head") else 1), gradient), name
-
-
-@pytest.mark.parametrize("level", LEVELS)
-def test_gradients_taken_in_the_backward_pass_are_scaled(level: str) -> None:
-    """An optimizer step inside of a post-accumulate hook has to unscale by itself, with `session.loss_scale()`."""
-    model, (x, y) = Net(), batch(0)
-    taken: dict[str, Tensor] = {}
-    with prepared(model, level, **scaled(level)) as session:
-        scale = session.loss_scale()
-
-        def take(name: str) -> Callable[[Tensor], None]:
-            def hook(parameter: Tensor) -> None:
-                assert parameter.grad is not None
-                taken[name] = parameter.grad.float() / scale
-                parameter.grad = None
-
-            return hook
-
-        for name, parameter in model.named_parameters():
-            parameter.register_post_accumulate_grad_hook(take(name))
-        session.backward(loss_under(session, model)(x, y))
-        assert all(p.grad is None for p in model.parameters())
-        session.zero_grad()
-    twin = Net()
-    with prepared(twin, level, **scaled(level)) as session:
-        session.backward(loss_under(session, twin)(x, y))
-        session.unscale_()
-        for name, parameter in twin.named_parameters():
-            assert parameter.grad is not None and torch.equal(taken[name], parameter.grad), name

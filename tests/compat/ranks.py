@@ -24,16 +24,23 @@ from tests import forks
 Check = Callable[[int, int], None]
 
 
-def run_checks(checks: dict[str, Check], world: int) -> dict[str, str]:
-    """The names of the checks with "" or what went wrong on some rank."""
-    with tempfile.TemporaryDirectory() as folder:
-        context = mp.start_processes(
-            _process, (world, folder, checks), nprocs=world, join=False, start_method=forks.METHOD
-        )
-        while not context.join(timeout=60):
-            pass
-        found = [json.loads(Path(folder, f"rank{rank}.json").read_text()) for rank in range(world)]
-    return {name: "\n".join(rank.get(name, "not reached") for rank in found).strip() for name in checks}
+class Checks(dict[str, Check]):
+    def add(self, function: Check) -> Check:
+        """A decorator."""
+        self[function.__name__] = function
+        return function
+
+    def run(self, world: int) -> None:
+        """All in one set of processes, which take longer to start than to run; fails with what the ranks say."""
+        with tempfile.TemporaryDirectory() as folder:
+            context = mp.start_processes(
+                _process, (world, folder, self), nprocs=world, join=False, start_method=forks.METHOD
+            )
+            while not context.join(timeout=60):
+                pass
+            found = [json.loads(Path(folder, f"rank{rank}.json").read_text()) for rank in range(world)]
+        texts = {name: "\n".join(rank.get(name, "not reached") for rank in found).strip() for name in self}
+        assert not any(texts.values()), "\n".join(f"{name}: {text}" for name, text in texts.items() if text)
 
 
 def _process(rank: int, world: int, folder: str, checks: dict[str, Check]) -> None:

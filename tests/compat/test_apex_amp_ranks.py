@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from preamp.compat.apex import amp, parallel
 
-from .ranks import Check, agree, run_checks
+from .ranks import Checks, agree
 from .toys import batch, mlp
 
 WRAPPERS: dict[str, Any] = {
@@ -54,14 +54,10 @@ def trained(level: str, wrapper: str, rank: int, world: int) -> None:
     amp.close()
 
 
-CHECKS: dict[str, Check] = {
-    f"{level} {wrapper}": partial(trained, level, wrapper) for level in LEVELS for wrapper in WRAPPERS
-}
+CHECKS = Checks({f"{level} {wrapper}": partial(trained, level, wrapper) for level in LEVELS for wrapper in WRAPPERS})
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("world", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_in_processes(world: int) -> None:
-    """All checks in one set of processes, which take longer to start than to run."""
-    complaints = {name: complaint for name, complaint in run_checks(CHECKS, world).items() if complaint}
-    assert not complaints, "\n".join(f"{name}: {complaint}" for name, complaint in complaints.items())
+    CHECKS.run(world)

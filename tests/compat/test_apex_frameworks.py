@@ -11,15 +11,16 @@ from pathlib import Path
 import pytest
 
 SOURCE = Path(__file__).resolve().parents[2] / "src"
+IN_TIMM = Path(__file__).resolve().parents[1] / "integrations" / "in_timm.py"
 TIMM = Path(sys.prefix) / "timm" / "bin" / "python"
 """Made by `./dev`: timm wants torchvision, which does not load beside this torch and breaks others that try."""
 
 
-def run(interpreter: str | Path, text: str, folder: Path) -> list[str]:
+def run(interpreter: list[str | Path], text: str, folder: Path) -> list[str]:
     file = folder / "script.py"
     file.write_text(textwrap.dedent(text), encoding="utf-8")
     env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(SOURCE)}
-    done = subprocess.run([str(interpreter), str(file)], capture_output=True, text=True, env=env, timeout=200)
+    done = subprocess.run([*interpreter, file], capture_output=True, text=True, env=env, timeout=200)
     assert done.returncode == 0, done.stderr
     return done.stdout.splitlines()
 
@@ -27,7 +28,7 @@ def run(interpreter: str | Path, text: str, folder: Path) -> list[str]:
 @pytest.mark.slow
 @pytest.mark.parametrize("level", [pytest.param("O1", marks=pytest.mark.slow), "O2"])
 def test_ignite_with_amp_mode_apex(tmp_path: Path, level: str) -> None:
-    out = run(sys.executable, f"""
+    out = run([sys.executable], f"""
         import torch, preamp
         preamp.install_as_apex()
         from apex import amp
@@ -49,17 +50,6 @@ def test_ignite_with_amp_mode_apex(tmp_path: Path, level: str) -> None:
     assert last < first / 2
 
 
-SHIM = """
-    import torch
-    names = "nms roi_align _roi_align_backward ps_roi_align _ps_roi_align_backward roi_pool _roi_pool_backward "
-    names += "ps_roi_pool _ps_roi_pool_backward deform_conv2d _deform_conv2d_backward qnms"
-    if not torch.backends.cuda.is_built():  # or torchvision loads its own
-        missing = torch.library.Library("torchvision", "DEF")  # for torchvision to be imported; never called
-        for name in names.split():
-            missing.define(f"{name}(Tensor input) -> Tensor")
-"""
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("level", "clip"),
@@ -69,7 +59,8 @@ def test_timms_apex_scaler(tmp_path: Path, level: str, clip: str) -> None:
     """As timm's own train.py uses it, with a checkpoint of its own."""
     if not TIMM.exists():
         pytest.skip("made by ./dev setup, which needs a package registry")
-    out = run(TIMM, SHIM + f"""
+    out = run([TIMM, IN_TIMM], f"""
+    import torch
     import preamp
     preamp.install_as_apex()
     from apex import amp

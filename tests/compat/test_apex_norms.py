@@ -61,29 +61,18 @@ def test_values_and_gradients_are_the_papers(kind: Any, dtype: torch.dtype) -> N
         assert float((param.grad.double() - theirs).abs().max() / theirs.abs().max()) < 16 * torch.finfo(dtype).eps
 
 
-@pytest.mark.parametrize("kind", [FusedLayerNorm, FusedRMSNorm])
-@pytest.mark.parametrize("dtype", LOW)
-def test_the_input_says_which_dtype_comes_out(kind: Any, dtype: torch.dtype) -> None:
-    layer = randomised(kind(SHAPE))
-    x = torch.randn(4, *SHAPE).to(dtype).requires_grad_()
-    out = layer(x)
-    assert out.dtype is dtype
-    torch.testing.assert_close(out, plain(x, layer).to(dtype), atol=0.02, rtol=0.01)
-    out.sum().backward()
-    assert x.grad is not None
-    assert (x.grad.dtype, layer.weight.grad.dtype) == (dtype, torch.float32)
-    assert kind(SHAPE).to(dtype)(x.detach().float()).dtype is torch.float32
-
-
-@pytest.mark.parametrize("kind", [MixedFusedLayerNorm, MixedFusedRMSNorm])
+@kinds
 @pytest.mark.parametrize("weight", [torch.float32, *LOW])
 @pytest.mark.parametrize("dtype", [torch.float32, *LOW])
-def test_the_parameters_of_mixed_layers_say_so(kind: Any, dtype: torch.dtype, weight: torch.dtype) -> None:
+def test_a_mixed_layer_gives_the_dtype_of_its_parameters_and_another_of_its_input(
+    kind: Any, dtype: torch.dtype, weight: torch.dtype
+) -> None:
     layer = randomised(kind(SHAPE)).to(weight)
     x = torch.randn(4, *SHAPE).to(dtype).requires_grad_()
     out = layer(x)
-    assert out.dtype is weight
-    torch.testing.assert_close(out, plain(x, layer).to(weight), atol=0.02, rtol=0.01)
+    given = weight if issubclass(kind, (MixedFusedLayerNorm, MixedFusedRMSNorm)) else dtype
+    assert out.dtype is given
+    torch.testing.assert_close(out, plain(x, layer).to(given), atol=0.02, rtol=0.01)
     out.sum().backward()
     assert x.grad is not None
     assert (x.grad.dtype, layer.weight.grad.dtype) == (dtype, weight)

@@ -13,14 +13,10 @@ from torch.utils.checkpoint import checkpoint
 
 from preamp.compat.apex.parallel import DistributedDataParallel as DDP
 from preamp.compat.apex.parallel import SyncBatchNorm
-from tests.compat.ranks import Check, batch, grads, net, plain_grads, reference, run_checks, same
+from tests.compat.ranks import Checks, batch, grads, net, plain_grads, reference, same
 
-CHECKS: dict[str, Check] = {}
-
-
-def check(function: Check) -> Check:
-    CHECKS[function.__name__] = function
-    return function
+CHECKS = Checks()
+check = CHECKS.add
 
 
 class Branches(nn.Module):
@@ -192,9 +188,7 @@ def reentrant_checkpoints(rank: int, world: int) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("world", [pytest.param(2, marks=pytest.mark.slow), 3])
 def test_in_processes(world: int) -> None:
-    """All checks in one set of processes, which take longer to start than to run."""
-    complaints = {name: complaint for name, complaint in run_checks(CHECKS, world).items() if complaint}
-    assert not complaints, "\n".join(f"{name}: {complaint}" for name, complaint in complaints.items())
+    CHECKS.run(world)
 
 
 def test_a_world_of_one(tmp_path: Path) -> None:

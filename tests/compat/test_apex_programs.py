@@ -1,76 +1,14 @@
-"""Programs in the styles of those that were written for Apex: fine-tuning, vision, recommendation."""
+"""Programs in the styles of those that were written for Apex: two rivals, and pretraining."""
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
-import torch
 
 from .toys import trains
 
 pytestmark = pytest.mark.usefixtures("installed_as_apex")
-
-
-@pytest.mark.parametrize("level", ["O1", "O2"])
-def test_fine_tuning_of_2019(level: str) -> None:
-    """Accumulation, clipping by a switch, a schedule, a global `amp` behind a try."""
-    trains("""
-        from torch.optim.lr_scheduler import LambdaLR
-        fp16 = True
-        try:
-            from apex import amp
-        except ImportError:
-            raise ImportError("Please install apex from https://www.github.com/nvidia/apex to use fp16 training.")
-        model = nn.Sequential(nn.Embedding(50, 8), nn.Flatten(), nn.Linear(64, 32), nn.Dropout(0.1), nn.Linear(32, 4))
-        data = [(torch.randint(0, 50, (16, 8)), y) for _, y in DATA]
-        optimizer = torch.optim.AdamW(model.parameters(), lr=5e-3, eps=1e-8)
-        scheduler = LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / 5))
-        model, optimizer = amp.initialize(model, optimizer, opt_level=LEVEL, verbosity=0)
-        model.zero_grad()
-        for epoch in range(12):
-            for step, (x, y) in enumerate(data):
-                model.train()
-                loss = F.cross_entropy(model(x), y) / 2
-                with amp.scale_loss(loss, optimizer) as scaled_loss:
-                    scaled_loss.backward()
-                if (step + 1) % 2 == 0:
-                    torch.nn.utils.clip_grad_norm_(amp.master_params(optimizer), 1.0)
-                    optimizer.step()
-                    scheduler.step()
-                    model.zero_grad()
-                losses.append(float(loss.detach()))
-    """, LEVEL=level)  # fmt: skip
-
-
-def test_detection_with_functions_kept_in_float32() -> None:
-    trains("""
-        from apex import amp
-
-        def roi_align(x):
-            assert x.dtype is torch.float32
-            return x * 1.0
-
-        class ROIAlign(nn.Module):
-            @amp.float_function
-            def forward(self, x, rois=None):
-                assert x.dtype is torch.float32
-                return roi_align(x)
-
-        nms = amp.float_function(roi_align)
-        model = nn.Sequential(nn.Linear(8, 32), ROIAlign(), nn.ReLU(), nn.Linear(32, 4))
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.3, momentum=0.9)
-        amp_opt_level = "O1"
-        model, optimizer = amp.initialize(model, optimizer, opt_level=amp_opt_level, verbosity=0)
-        for i in range(24):
-            x, y = DATA[i % 4]
-            logits = model(x)
-            assert logits.dtype is torch.float16 and nms(logits).dtype is torch.float32
-            loss = F.cross_entropy(logits, y)
-            optimizer.zero_grad()
-            with amp.scale_loss(loss, optimizer) as scaled_losses:
-                scaled_losses.backward()
-            optimizer.step()
-            losses.append(float(loss.detach()))
-    """)
 
 
 @pytest.mark.parametrize("level", ["O1", "O2"])
@@ -110,105 +48,98 @@ def test_two_networks_against_each_other(level: str) -> None:
     """, LEVEL=level)  # fmt: skip
 
 
-def test_self_supervision_with_larc_by_its_module() -> None:
-    trains("""
-        import apex
-        from apex.parallel.LARC import LARC
-        model = nn.ModuleDict({"body": nn.Linear(8, 32), "prototypes": nn.Linear(32, 4, bias=False)})
-        model = apex.parallel.convert_syncbn_model(model)
-        optimizer = torch.optim.SGD(model.parameters(), lr=2.0, momentum=0.9, weight_decay=1e-6)
-        optimizer = LARC(optimizer=optimizer, trust_coefficient=0.02, clip=False)
-        model, optimizer = apex.amp.initialize(model, optimizer, opt_level="O1", verbosity=0)
-        for i in range(40):
-            x, y = DATA[i % 4]
-            for group in optimizer.param_groups:
-                group["lr"] = 2.0 * 0.5 * (1 + math.cos(math.pi * i / 40))
-            loss = F.cross_entropy(model["prototypes"](torch.relu(model["body"](x))), y)
-            optimizer.zero_grad()
-            with apex.amp.scale_loss(loss, optimizer) as scaled_loss:
-                scaled_loss.backward()
-            if i < 2:
-                for name, p in model.named_parameters():
-                    if "prototypes" in name:
-                        p.grad = None
-            optimizer.step()
-            losses.append(float(loss.detach()))
-        torch.save({"amp": apex.amp.state_dict(), "optimizer": optimizer.state_dict()}, __import__("io").BytesIO())
-        assert isinstance(apex.parallel.LARC, type)
-    """)
-
-
-def test_recommendation_with_apexs_perceptrons() -> None:
-    """Dense layers from apex.mlp, read and filled from outside; sparse embeddings with an optimizer of their own."""
-    trains("""
-        from apex import amp, mlp
-        bottom, top = mlp.MLP([8, 32, 8]), mlp.MLP([16, 32, 4], activation="none")
-        for weight, bias in zip(bottom.weights, bottom.biases):
-            nn.init.normal_(weight, 0.0, math.sqrt(2.0 / sum(weight.shape)))
-            nn.init.normal_(bias, 0.0, math.sqrt(1.0 / len(bias)))
-        embedding = nn.Embedding(50, 8, sparse=True)
-        model = nn.ModuleList([bottom, top, embedding])
-        dense = torch.optim.SGD([*bottom.parameters(), *top.parameters()], lr=0.05)
-        sparse = torch.optim.SparseAdam(list(embedding.parameters()), lr=0.02)
-        model, optimizers = amp.initialize(model, [dense, sparse], opt_level="O1", loss_scale=1024.0, verbosity=0)
-        ids = torch.randint(0, 50, (16,))
-        for i in range(60):
-            x, y = DATA[i % 4]
-            loss = F.cross_entropy(top(torch.cat([bottom(x), embedding(ids)], 1)), y)
-            for optimizer in optimizers:
-                optimizer.zero_grad()
-            with amp.scale_loss(loss, optimizers) as scaled:
-                scaled.backward()
-            for optimizer in optimizers:
-                optimizer.step()
-            losses.append(float(loss.detach()))
-    """)
-
-
-def test_classification_with_a_static_scale_and_masters_by_hand() -> None:
-    trains("""
-        from apex.fp16_utils import *
-        from apex import amp, optimizers
-        from apex.multi_tensor_apply import multi_tensor_applier
-        model = network_to_half(nn.Sequential(nn.Linear(8, 32), nn.BatchNorm1d(32), nn.ReLU(), nn.Linear(32, 4)))
-        model_params, master_params = prep_param_lists(model)
-        optimizer = optimizers.FusedSGD(master_params, lr=0.1, momentum=0.9)
-        for i in range(24):
-            x, y = DATA[i % 4]
-            loss = F.cross_entropy(model(x).float(), y)
-            (loss * 128.0).backward()
-            model_grads_to_master_grads(model_params, master_params)
-            for param in master_params:
-                param.grad.data.div_(128.0)
-            optimizer.step()
-            master_params_to_model_params(model_params, master_params)
-            model.zero_grad()
-            losses.append(to_python_float(loss.detach()))
-    """)
-
-
-def test_a_model_that_asks_apex_for_float32_norms() -> None:
-    """Registrations by module and name, before initialize."""
+def test_pretraining_that_reduces_gradients_by_itself() -> None:
+    """Gradients of all micro-batches are flattened, reduced and judged by the script, in the scaler's place."""
     space = trains("""
-        import apex
-        import apex.normalization
         from apex import amp
-        apex.amp.register_float_function(apex.normalization.FusedLayerNorm, "forward")
-        apex.amp.register_half_function(torch, "einsum")
-        BertLayerNorm = apex.normalization.FusedLayerNorm
-        model = nn.Sequential(nn.Linear(8, 32), BertLayerNorm(32, eps=1e-12), nn.GELU(), nn.Linear(32, 4))
-        optimizer = apex.optimizers.FusedLAMB(model.parameters(), lr=0.02)
-        model, optimizer = amp.initialize(model, optimizer, opt_level="O1", verbosity=0)
-        seen = []
-        model[1].register_forward_hook(lambda module, inputs, output: seen.append(output.dtype))
-        for i in range(24):
-            x, y = DATA[i % 4]
-            loss = F.cross_entropy(model(x), y)
-            optimizer.zero_grad()
-            with amp.scale_loss(loss, optimizer) as scaled_loss:
-                scaled_loss.backward()
-            optimizer.step()
+        from apex.optimizers import FusedLAMB
+        from apex.amp import _amp_state
+        import amp_C
+        import apex_C
+
+        model = nn.Sequential(nn.Linear(8, 32), nn.LayerNorm(32), nn.GELU(), nn.Linear(32, 4))
+        decay = [p for n, p in model.named_parameters() if "bias" not in n]
+        groups = [{"params": decay, "weight_decay": 0.01},
+                  {"params": [p for n, p in model.named_parameters() if "bias" in n], "weight_decay": 0.0}]
+        optimizer = FusedLAMB(groups, lr=0.02)
+        model, optimizer = amp.initialize(model, optimizer, opt_level="O2", loss_scale="dynamic",
+                                          cast_model_outputs=torch.float16, verbosity=0)
+        amp._amp_state.loss_scalers[0]._loss_scale = 2**20
+        overflow_buf = torch.zeros(1, dtype=torch.int)
+        skipped = 0
+        for step in range(24):
+            for x, y in DATA[:2]:
+                loss = F.cross_entropy(model(x).float(), y) / 2
+                with amp.scale_loss(loss, optimizer, delay_overflow_check=True) as scaled_loss:
+                    scaled_loss.backward()
             losses.append(float(loss.detach()))
-        amp.close()
-    """)
-    assert set(space["seen"]) == {torch.float32}
+            loss_scale = _amp_state.loss_scalers[0].loss_scale()
+            master_grads = [p.grad for p in amp.master_params(optimizer) if p.grad is not None]
+            flat_raw = torch.empty(sum(p.numel() for p in master_grads), dtype=torch.float16)
+            views = apex_C.unflatten(flat_raw, master_grads)
+            overflow_buf.zero_()
+            amp_C.multi_tensor_scale(65536, overflow_buf, [master_grads, views], loss_scale)
+            overflow_buf.zero_()
+            amp_C.multi_tensor_scale(65536, overflow_buf, [views, master_grads], 1.0 / loss_scale)
+            scaler = _amp_state.loss_scalers[0]
+            old_overflow_buf = scaler._overflow_buf
+            scaler._overflow_buf = overflow_buf
+            had_overflow = scaler.update_scale()
+            scaler._overflow_buf = old_overflow_buf
+            if had_overflow == 0:
+                optimizer.step()
+            else:
+                skipped += 1
+                if _amp_state.opt_properties.master_weights:
+                    for param in optimizer._amp_stash.all_fp32_from_fp16_params:
+                        param.grad = None
+            for param in model.parameters():
+                param.grad = None
+    """)  # fmt: skip
+    assert space["skipped"] > 0 and space["loss_scale"] < 2**20
+
+
+def test_pretraining_that_resumes_with_masters_of_its_own(tmp_path: Any) -> None:
+    trains("""
+        import apex
+        from apex import amp
+        from apex.optimizers import FusedAdam
+
+        def build():
+            torch.manual_seed(1)
+            model = nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, 4))
+            optimizer = FusedAdam(model.parameters(), lr=0.01, bias_correction=False)
+            return amp.initialize(model, optimizer, opt_level="O2", verbosity=0)
+
+        def train(model, optimizer, steps):
+            for i in steps:
+                x, y = DATA[i % 4]
+                loss = F.cross_entropy(model(x), y)
+                with amp.scale_loss(loss, optimizer) as scaled_loss:
+                    scaled_loss.backward()
+                torch.nn.utils.clip_grad_norm_(amp.master_params(optimizer), 1.0)
+                optimizer.step()
+                model.zero_grad()
+                losses.append(float(loss.detach()))
+
+        model, optimizer = build()
+        train(model, optimizer, range(12))
+        torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict(), "amp": amp.state_dict(),
+                    "master params": list(amp.master_params(optimizer))}, path)
+        train(model, optimizer, range(12, 24))
+        expected = [p.detach().clone() for p in amp.master_params(optimizer)]
+        apex.amp.close()
+
+        model, optimizer = build()
+        checkpoint = torch.load(path, weights_only=False)
+        model.load_state_dict(checkpoint["model"])
+        optimizer._lazy_init_maybe_master_weights()
+        optimizer._amp_stash.lazy_init_called = True
+        optimizer.load_state_dict(checkpoint["optimizer"])
+        for param, saved in zip(amp.master_params(optimizer), checkpoint["master params"]):
+            param.data.copy_(saved.data)
+        amp.load_state_dict(checkpoint["amp"])
+        train(model, optimizer, range(12, 24))
+        for param, other in zip(amp.master_params(optimizer), expected):
+            assert torch.equal(param, other)
+    """, path=tmp_path / "checkpoint.pt")  # fmt: skip

@@ -187,14 +187,6 @@ def test_a_project_of_several_files(tmp_path: Path) -> None:
 
 
 FORMS = {
-    "fallback": """
-try:
-    from apex.normalization import FusedLayerNorm as Norm
-except ImportError:
-    class Norm(torch.nn.Module):
-        def __init__(self, size):
-            super(Norm, self).__init__()
-print(Norm(4))""",
     "modes": """
 def main(fp16):
     torch.manual_seed(0)
@@ -237,13 +229,14 @@ for level in ("O0", "O1", "O2", "O3"):
 }
 
 
-def test_modes_fallbacks_and_inference_are_left_as_they_are(tmp_path: Path) -> None:
+def test_modes_and_inference_are_left_as_they_are(tmp_path: Path) -> None:
     texts = {name: f"import torch{text}" for name, text in FORMS.items()}
     before, after = both(tmp_path, texts)
     assert before == after and not any("Error" in out for out in before.values())
     found = {name: migrated(text) for name, text in texts.items()}
     assert all(map(same_code, found.values()))
-    assert found["fallback"].after.count("# preamp: torch.nn") == 1  # above print, and not in the handler
+    fallback = migrated(IMPORTS["class_instead"].strip() + "\n")
+    assert fallback.after.count("# preamp: torch.nn") == 1  # above print, and not in the handler
 
 
 # -- comments
@@ -281,6 +274,9 @@ def test_stars_and_texts_are_followed() -> None:
         "# preamp: session = preamp.prepare("
         in migrated("from apex.fp16_utils import *\nn = network_to_half(n)\n").after
     )
+    own = "w = 1\ndef f(parser):\n    global w\n    loss = parser.add(type=int)\n    print(loss, w)\n"
+    own = f"from apex.fp16_utils import *\n{own}"
+    assert "# preamp: " not in migrated(own).after, "its own names, keywords and builtins are not the star's"
     text = "import importlib\na = importlib.import_module('apex.amp')\na.state_dict()\n"
     assert "# preamp: session.state_dict()\na.state_dict()\n" in migrated(text).after
 

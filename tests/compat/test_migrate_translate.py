@@ -193,6 +193,12 @@ STEP, LOSS, ZERO = "    optimizer.step()", "    losses.append", "    optimizer.z
 START, IMPORT, SGD = "model, optimizer = amp.init", "from apex import amp", "torch.optim.SGD(model.parameters()"
 BACKWARD, CLIP = "scaled_loss.backward()", "nn.utils.clip_grad_norm_(amp.master_params(optimizer), "
 MODEL, OPTIMIZER, NAME = "model is used here too", "optimizer is used here too", "preamp or session is a name"
+CAST_BY_NAME = (
+    "torch.softmax(x, 1)", "x.log_softmax(1)", "nn.GELU()(x)", "nn.functional.gelu(x)", "x.std()", "x.square()",
+    "torch.einsum('ij,jk', x, y)", "torch.linalg.norm(x)", "torch.kl_div(x, y)", "torch.layer_norm(x, (6,))",
+    "nn.functional.scaled_dot_product_attention(x, x, x)", "nn.TransformerEncoderLayer(8, 2, 8, 0.0, 'gelu')",
+)  # fmt: skip
+"""Functions that Apex, which goes by names, casts otherwise than a session."""
 STAYS = [
     # the start
     (swapped('"O1"', '"O2"'), "the level is 'O2'"),
@@ -222,47 +228,24 @@ STAYS = [
     (swapped("torch.optim.SGD(", "mine.SGD("), OPTIMIZER),
     (swapped("torch.optim.SGD(", "torch.optim.LBFGS("), OPTIMIZER),
     (swapped(SGD, "torch.optim.SGD(model[0].parameters()"), OPTIMIZER),
-    (swapped(SGD, "torch.optim.SGD(params"), OPTIMIZER),
     (swapped("for i,", "optimizer = Lookahead(optimizer)\nfor i,"), OPTIMIZER),
     (swapped("for i,", "def f():\n    return optimizer\nfor i,"), OPTIMIZER),
     (swapped(LOSS, f"    optimizer.first_step()\n{LOSS}"), OPTIMIZER),
     (swapped(STEP, "    optimizer.step(closure)"), OPTIMIZER),
-    (swapped(ZERO, "    optimizer.zero_grad(fix)\n"), OPTIMIZER),
     (swapped("model = nn.Seq", "model = net = nn.Seq"), MODEL),
     (swapped("model = nn.Seq", "model_of = nn.Seq"), "where model and optimizer are made"),
-    (swapped(START, f"model = nn.DataParallel(model)\n{START}"), MODEL),
     (swapped(START, f"trainer = Trainer(model)\n{START}"), MODEL),
     (swapped("for i,", "model = nn.DataParallel(model)\nfor i,"), MODEL),
     (swapped("for i,", "model.register_forward_hook(f)\nfor i,"), MODEL),
     (swapped("for i,", "save = lambda: model.state_dict()\nfor i,"), MODEL),
-    (swapped(LOSS, f"    average.update(model)\n{LOSS}"), MODEL),
     (inside("def f(model):", LOOP[LOOP.index("optim") :], "pass\n"), MODEL),
     # gradients
     (swapped(LOSS, f"    g = torch.autograd.grad(loss, x)\n{LOSS}"), "`autograd` may be about gradients or casts"),
     (swapped(LOSS, f"    g = getattr(x, 'grad')\n{LOSS}"), "may be about gradients"),
-    (swapped(LOSS, f"    with torch.autocast('cpu'): pass\n{LOSS}"), "may be about gradients"),
     (swapped(LOSS, f"    x = x.double()\n{LOSS}"), "may be about gradients or casts"),
     (swapped(LOSS, f"    other.step()\n{LOSS}"), "`other.step` may be about gradients"),
-    (swapped(LOSS, f"    loss.backward()\n{LOSS}"), "may be about gradients"),
     (swapped("losses = []", "losses = []\ndef f(p):\n    return p.grad"), "may be about gradients"),
-    # functions that Apex, which goes by names, casts otherwise than a session
-    *(
-        (swapped(LOSS, f"    p = {text}\n{LOSS}"), "may be about gradients or casts")
-        for text in (
-            "torch.softmax(x, 1)",
-            "x.log_softmax(1)",
-            "nn.GELU()(x)",
-            "nn.functional.gelu(x)",
-            "x.std()",
-            "x.square()",
-            "torch.einsum('ij,jk', x, y)",
-            "torch.linalg.norm(x)",
-            "torch.kl_div(x, y)",
-            "torch.layer_norm(x, (6,))",
-            "nn.functional.scaled_dot_product_attention(x, x, x)",
-            "nn.TransformerEncoderLayer(8, 2, 8, 0.0, 'gelu')",
-        )
-    ),
+    *((swapped(LOSS, f"    p = {text}\n{LOSS}"), "may be about gradients or casts") for text in CAST_BY_NAME),
     # backward, clip, step, zero
     (swapped(BACKWARD, "scaled_loss.backward(retain_graph=True)"), "this does not read `with amp.scale"),
     (swapped(BACKWARD, "(scaled_loss / 2).backward()"), "this does not read `with amp.scale"),
@@ -273,10 +256,6 @@ STAYS = [
     (swapped("scale_loss(loss, optimizer)", "scale_loss(criterion(x), optimizer)"), "this is not just"),
     (swapped(STEP, f"{STEP}\n    print(scaled_loss)"), "this is not just"),
     (swapped(STEP, f"    fix(amp.master_params(optimizer))\n{STEP}"), "this does not read `torch.nn.utils.clip"),
-    (
-        swapped(STEP, f"    for p in amp.master_params(optimizer): pass\n{STEP}"),
-        "this does not read `torch.nn.utils.clip",
-    ),
     (swapped(STEP, f"    if amp.master_params(optimizer): pass\n{STEP}"), "this does not read `torch.nn.utils.clip"),
     (swapped(STEP, f"    {CLIP}1.0, 1)\n{STEP}"), "this does not read `torch.nn.utils.clip"),
     (swapped(STEP, f"{STEP}\n    {CLIP}1.0)"), "this stands between"),

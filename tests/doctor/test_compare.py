@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -11,8 +12,9 @@ import jsonschema
 import pytest
 
 from preamp.doctor.command.run import time_left
-from preamp.doctor.tell.comparison import Ran
+from preamp.doctor.tell.comparison import Ran, build_comparison
 from preamp.doctor.tell.report import schema
+from preamp.report import LineChart, Table
 
 from .. import forks
 
@@ -179,6 +181,26 @@ def test_runs_that_fail_midway_are_said_to(tmp_path: Path, alone: bool) -> None:
     assert f"{failed} of 2 runs failed, and only steps that both runs of a pair made are compared" in content["verdict"]
     assert "(mixed-0 ended with status 1 after 5 steps: ValueError: boom). " in content["verdict"]
     assert "Mend what ended these runs" in (tmp_path / "out" / "compare.html").read_text()
+
+
+def test_the_table_says_what_was_compared_and_the_chart_over_which_seeds() -> None:
+    losses = [3.0, 2.0, 1.0]
+    runs = [Ran("mixed-0", False, 0, 0, 1.0, [3.5, math.nan, math.nan], 0, precision="bf16 products")]
+    runs += [Ran("full-0", True, 0, 0, 1.0, losses, 0), Ran("mixed-1", False, 1, 0, 1.0, [5.0, 4.0, 1.5], 0)]
+    runs += [Ran("full-1", True, 1, 0, 1.0, losses, 0), Ran("full-2", True, 2, 0, 1.0, [9.0] * 3, 0)]
+    report, content = build_comparison(runs, None, ["train.py"])
+    notes = next(item for item in report.sections[0].items if isinstance(item, Table)).notes
+    assert "mixed is what the script runs: bf16 products; full is the same in float32" in notes
+    assert any("at least 0.5% of the loss, or 2 standard deviations" in note for note in notes)
+    assert content["environment"]["mixed precision"] == "bf16 products"
+    chart = report.picture
+    assert isinstance(chart, LineChart)
+    assert [list(series.y) for series in chart.series] == [[4.25, 4.0, 1.5], [3.0, 2.0, 1.0]], (
+        "no seed without its pair"
+    )
+    assert [(span.start, span.end, span.label) for span in chart.spans] == [(1, 3, "2 steps not finite in a row")]
+    given, _ = build_comparison(runs[2:4], 0.01, ["train.py"])
+    assert "does not matter: 1.0% of the loss" in given.to_text()
 
 
 def test_the_time_left_is_told_by_precision() -> None:

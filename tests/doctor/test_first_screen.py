@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from preamp.doctor.names import Names
 from preamp.doctor.records import Rank
 from preamp.doctor.tell.charts import loss_chart, picture, scale_chart
-from preamp.doctor.tell.report import advice, headline_of
+from preamp.doctor.tell.report import advice, all_findings, headline_of, verdict
 from preamp.report import BarChart, Finding, LineChart
 
 
 def rank_of(skipped: set[int], steps: int = 20, scale: float | None = 8.0) -> Rank:
     rank = Rank(0)
     for step in range(steps):
+        if scale and step - 1 in skipped:
+            scale /= 2
         rank.write("step", {"step": step, "loss": 1.0, "scale": scale, "skipped": step in skipped})
     return rank
 
@@ -55,6 +60,8 @@ def test_the_picture_is_the_one_that_shows_the_finding() -> None:
 
 def test_without_a_scale_there_is_no_chart_of_it() -> None:
     assert scale_chart(rank_of(set(), scale=None)) is None
+    assert scale_chart(rank_of(set())) is None, "nor of one that stands still"
+    assert scale_chart(rank_of({4})) is not None
 
 
 @pytest.mark.parametrize(
@@ -67,6 +74,42 @@ def test_without_a_scale_there_is_no_chart_of_it() -> None:
 def test_the_headline_is_the_worst_finding(message: str, headline: str) -> None:
     assert headline_of([finding(message=message), finding("PA202")]) == headline
     assert headline_of([finding(severity="info")]) == headline_of([]) == ""
+
+
+def test_the_headline_is_what_came_first() -> None:
+    late, early = finding("PA103", step=50, message="late"), finding("PA201", step=3, message="early")
+    whole_run = finding("PA101", step=None, severity="warning")
+    assert sorted([whole_run, late, early]) == [early, late, whole_run]
+    assert headline_of(sorted([late, early])).startswith("Early")
+
+
+def test_what_is_said_of_several_modules_in_the_same_words_is_said_once() -> None:
+    rank = rank_of(set(), steps=0)
+    for step, module in ((2, "blocks.1"), (1, "blocks.0"), (3, "blocks.2")):
+        rank.findings.append(finding("PA104", module=module, step=step, file="t.py", line=7, evidence="fp16"))
+    rank.findings += [finding("PA104", module=name, message=f"made {name}", file="t.py", line=7) for name in "ab"]
+    one, *others = all_findings([rank], Path())
+    assert (one.module, one.evidence) == ("blocks.0", {"seen": "fp16", "also in": ["blocks.1", "blocks.2"]})
+    assert [each.module for each in others] == ["a", "b"]
+
+
+def test_a_model_keeps_its_path_when_others_come_and_go() -> None:
+    names, (one, two) = Names(), (torch.nn.Sequential(torch.nn.Linear(2, 2)) for _ in range(2))
+    names._take({"m": one})
+    names._take({"m": one, "teacher": two})
+    assert (names.get(one[0]), names.get(two[0])) == ("0", "teacher:0")
+    names._take({"teacher": two})
+    assert names.get(two[0]) == "teacher:0"
+    names._take({"teacher": one, "teacher-1": two})
+    assert names.get(two[0]) == "teacher:0" != names.get(one[0]), "no two have one name"
+    names._take({"inner": one[0]})
+    assert names.get(one[0]) == "", "what was a part of another is none now"
+
+
+def test_the_last_line_counts_the_skips() -> None:
+    assert verdict((), 20, "ran to its end", "fp16", "step 0", 3).endswith(
+        " 20 steps, 3 of them skipped; ran to its end."
+    )
 
 
 def test_the_advice_begins_with_the_worst() -> None:

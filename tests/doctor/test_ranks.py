@@ -63,7 +63,7 @@ def test_a_finding_of_several_ranks_is_one_with_the_first_of_them() -> None:
     ranks = [rank_of(0, [False], [1.0], late), rank_of(1, [False], [1.0], early)]
     (found,) = all_findings(ranks, Path())
     assert found.step == 3
-    assert found.evidence == {"seen": None, "ranks": [0, 1], "first on rank": 1}
+    assert found.evidence == {"ranks": [0, 1], "first on rank": 1}
 
 
 @pytest.mark.slow

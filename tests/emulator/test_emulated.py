@@ -35,7 +35,7 @@ def test_kernels() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
-    ["captured", "cuda", "eight_bit", "fused", "one_rank", "schedules_cuda", "several", "step_engine", "threads"],
+    ["captured", "cuda", "eight_bit", "fused", "one_rank", "schedules_cuda", "several", "step_engine"],
 )
 def test_what_wants_a_gpu(name: str) -> None:
     on_the_emulator("-m", "gpu", "-k", WHOLE, f"tests/gpu/test_{name}.py")

@@ -15,6 +15,7 @@ from preamp.kernels.triton.tables import parts_of, ready_for_capture
 from tests.kernels import calls as fused
 from tests.kernels import test_muon as muon
 from tests.kernels import test_parts as parts
+from tests.kernels import test_read_kernel as reading
 from tests.kernels.steps import (
     ADAM,
     CANCELLED,
@@ -25,6 +26,7 @@ from tests.kernels.steps import (
     awkward,
     by_operators,
     check_found_writes_nothing,
+    check_kernels,
     far,
     gradients,
 )  # fmt: skip
@@ -44,21 +46,7 @@ def number(value: float) -> Tensor:
 @pytest.mark.parametrize("low", LOWS, ids=str)
 @pytest.mark.parametrize(("name", "options"), WITH_KERNELS, ids=NAMES[: len(WITH_KERNELS)])
 def test_kernels_do_what_operators_do(name: str, options: dict[str, Any], low: torch.dtype | None) -> None:
-    params = awkward("cuda", 500)
-    run = Run(name, options, params, [p.to(low) for p in params] if low else None)
-    twin = run.twin()
-    for i, factor in enumerate([None, 0.25, 0.3, 2.0**-16, 1.0]):
-        grads = gradients(params, low or torch.float32, i, same_layout=i != 1)
-        times = None if factor is None else number(factor)
-        with by_operators():
-            twin.take([g.clone() for g in grads], times, number(0.0))
-        run.take(grads, times, number(0.0) if i else None)
-    assert far(run.params, twin.params, but=CANCELLED) <= 8
-    for a, b in zip(run.states, twin.states, strict=True):
-        assert far(a, b) <= 8
-    for p, published in zip(params, run.lows or [], strict=low is not None):
-        assert published is not None and torch.equal(published, p.to(published.dtype))
-    assert float(run.step) == float(twin.step)
+    check_kernels(name, options, low, awkward("cuda", 500), ulp=8, but=CANCELLED)
 
 
 @pytest.mark.parametrize("low", [None, torch.bfloat16], ids=str)
@@ -164,20 +152,13 @@ def test_reading(case: int) -> None:
     from preamp.kernels.triton.read import read
 
     grads = READ[case]()
-    read(grads)
+    reading.check(grads)
     with no_waiting():
         got = read(grads)
-    sizes = [g.double().abs().reshape(-1) for g in grads]
-    assert float(got.found) == 0 and not got.nonfinite.any()
-    norm = math.sqrt(sum(float(s.square().sum()) for s in sizes))
-    assert float(got.norm) == pytest.approx(norm, rel=1e-6)
     assert torch.equal(read(grads).norm, got.norm)
-    if not grads[0].numel():
-        grads = grads[1:]
-    grads[0][(0,) * grads[0].dim()] = torch.nan
-    got = read(grads)
-    assert float(got.found) == 1 and got.nonfinite.tolist() == [True] + [False] * (len(grads) - 1)
-    assert not torch.isfinite(got.norm)
+    first = next(grad for grad in grads if grad.numel())
+    first[(0,) * first.dim()] = torch.nan
+    reading.check(grads)
 
 
 def test_reading_in_a_graph() -> None:

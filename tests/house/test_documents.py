@@ -82,8 +82,24 @@ def test_a_figure_is_in_the_lines_that_its_link_leads_to(figure: docs_site.Figur
     named = {word for words in figure.lines for word in words}
     assert all(figure.what in named or number in named for number in re.findall(r"[\d.]+", figure.what))
     assert any("made by `" in line for line in told)
-    for first in ("README.md", "docs/index.md"):
-        assert figure.what in (ROOT / first).read_text(encoding="utf-8")
+    page, _, anchor = figure.page.partition("#")
+    for first, link in (("README.md", f"{docs_site.SITE}{page[:-3]}/#{anchor}"), ("docs/index.md", figure.page)):
+        lines = (ROOT / first).read_text(encoding="utf-8").splitlines()
+        assert [line for line in lines if figure.what in line and f"]({link})" in line], (
+            f"{first} has no link beside it"
+        )
+
+
+@pytest.mark.parametrize("first", ["README.md", "docs/index.md"])
+def test_first_pages_have_no_figure_but_generated_ones(first: str) -> None:
+    text = (ROOT / first).read_text(encoding="utf-8")
+    boxes = re.search(r"<!-- begin: figures.*?<!-- end: figures", text, re.DOTALL)
+    assert boxes is not None
+    strong = re.findall(r"^\* \*\*(.+?)\*\*|<strong>(.+?)</strong>", boxes[0], re.MULTILINE)
+    assert ["".join(each) for each in strong] == [figure.what for figure in docs_site.measured(ROOT)]
+    own = re.sub(r"<!-- begin: (\w+) -->.*?<!-- end: \1 -->|```.*?```|\]\(.*?\)|`.*?`", "", text, flags=re.DOTALL)
+    own = re.sub(r"(Python|torch) \d\.\d+", "", own)
+    assert re.findall(r"\d+\.\d+|\d+ (?:of|to) \d+|\d+ ?(?:%|times)", own) == []
 
 
 def test_figures_of_the_story_about_cpus_are_cells_of_its_page() -> None:

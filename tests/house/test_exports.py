@@ -45,6 +45,25 @@ def test_an_unknown_name_is_an_attribute_error() -> None:
         preamp.nothing
 
 
+@pytest.mark.parametrize(
+    ("line", "error", "hint"),
+    [
+        ("preamp.initialize", AttributeError, "write preamp.prepare"),
+        ("from preamp import amp", ImportError, "write from preamp.compat.apex import amp"),
+        ("preamp.FusedAdam", AttributeError, "write preamp.optim.Adam$"),
+        ("preamp.LAMB", AttributeError, "write preamp.optim.LAMB$"),
+        ("preamp.Nothing", AttributeError, "has no attribute 'Nothing'$"),
+        ("preamp.SessionScaler()", preamp.PreampError, "takes what preamp.prepare.model, optimizer. returns"),
+        ("preamp.policy('O2 scale=128')", preamp.PreampError, "write 'O2,scale=128'"),
+    ],
+)
+def test_what_is_written_by_mistake_is_answered_with_what_to_write(
+    line: str, error: type[Exception], hint: str
+) -> None:
+    with pytest.raises(error, match=hint):
+        exec(line, {"preamp": preamp})
+
+
 LEAN = """
 import sys
 import torch, numpy

@@ -18,11 +18,14 @@ from typer.testing import CliRunner
 import preamp
 from preamp.cli import main
 from preamp.cli._app import FIRST, app, show
+from preamp.cli._tables import levels_table
+from preamp.doctor.findings import codes
 from preamp.machine import device_named
 from preamp.report import Column, Table
 from preamp.rules import TABLE
 
 runner = CliRunner()
+NOTEBOOK = str(Path(__file__).parents[2] / "examples" / "tour.ipynb")
 
 
 def invoke(*arguments: str) -> str:
@@ -31,14 +34,16 @@ def invoke(*arguments: str) -> str:
     return done.output
 
 
+def on_a_terminal(table: Table, width: int) -> list[str]:
+    file = io.StringIO()
+    show(table, Console(file=file, force_terminal=True, width=width))
+    return re.sub("\x1b\\[[0-9;]*m", "", file.getvalue()).splitlines()
+
+
 def test_verbs_are_frozen() -> None:
     names = [command.name or command.callback.__name__ for command in app.registered_commands]
     verbs = "demo lr-find run doctor compare explain migrate plan levels rules env"
     assert names == verbs.split()
-
-
-def test_version() -> None:
-    assert invoke("--version").strip() == f"preamp {preamp.__version__}"
 
 
 @pytest.mark.parametrize("how", ["-m", "-c"])
@@ -109,11 +114,24 @@ def test_levels(tmp_path: Path) -> None:
     assert [row[0] for row in table["rows"]] == ["O0", "O1", "O2", "O3", "O4", "O5"]
 
 
+def test_the_levels_fit_one_screen() -> None:
+    lines = on_a_terminal(levels_table(), 80)
+    assert len(lines) < 24 and max(map(len, lines)) <= 80
+    assert any(line.split()[:2] == ["O5", "bf16-master"] for line in lines)
+
+
 def test_rules_have_reasons() -> None:
     out = invoke("rules")
     for row in TABLE:
         assert row.family in out and row.reason in out
+    assert {len(line.split("\t")) for line in out.splitlines()} == {4}, "in a pipe a row a line, and nothing else"
     assert "changed by OpRules" in invoke("rules", "--policy", "O1; op gelu -> full")
+
+
+def test_explain_alone_lists_what_there_is() -> None:
+    lines = invoke("explain").splitlines()
+    assert [line.partition(":")[0] for line in lines] == codes()
+    assert "PA107: float16 gradients without a loss scale" in lines
 
 
 def test_env() -> None:
@@ -131,10 +149,8 @@ def test_lr_find_writes_report_and_data(tmp_path: Path) -> None:
 
 
 def test_a_table_on_a_terminal() -> None:
-    file = io.StringIO()
     table = Table("T", (Column("ms", digits=1), "what"), [(2.5, "[bold]"), (None, "b")], notes=("note",))
-    show(table, Console(file=file, force_terminal=True, width=60))
-    text = re.sub("\x1b\\[[0-9;]*m", "", file.getvalue())
+    text = "\n".join(on_a_terminal(table, 60))
     assert "[bold]" in text and "2.5" in text and text.rstrip().endswith("note")
 
 
@@ -170,6 +186,7 @@ def test_a_gpu_that_is_not_there_is_named(monkeypatch: pytest.MonkeyPatch) -> No
         (("plan", "--params", "1M", "--optimizer", "adam,states=8"), "states=8.0: write 'float32', or '8bit'"),
         (("plan", "--params", "1M", "--optimizer", "adam,speed=9"), "unexpected keyword argument 'speed'"),
         (("doctor", "nowhere.py"), "Write its path, as in path/to/script.py, or -m package.module"),
+        *(((verb, NOTEBOOK), "jupyter nbconvert --to script makes a script") for verb in ("doctor", "compare", "run")),
     ],
 )
 def test_an_error_is_one_message_and_status_2(
@@ -190,6 +207,10 @@ def test_a_plan_of_a_model_and_of_a_number(tmp_path: Path, monkeypatch: pytest.M
     assert "1,001,000 parameters at O5" in out and "int16" in out
     data = json.loads((tmp_path / "plan.json").read_text())
     assert data["total"] == 1_001_000 * 14 + 8  # and two step counters
+    assert "14,014,008" in out and "\nA rank holds 0.01 GiB at most, without activations.\n" in out
+    assert " GiB at most, without activations, and sends 0.01 GiB in a step.\n" in invoke(
+        "plan", "--params", "1M", "--shard", "ddp", "--world", "8"
+    )
     assert "torch" not in invoke("plan", "--params", "1M", "--optimizer", "torch.sgd,momentum=0.9", "--level", "O2")
 
 

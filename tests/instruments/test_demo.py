@@ -20,6 +20,7 @@ from typer.testing import CliRunner
 
 from preamp.cli._app import app
 from preamp.demo import Results, build, judge, make_plan, results_dict, schema
+from preamp.demo._report import scale_chart
 from preamp.demo._run import Bars
 from preamp.demo._trial import Trial
 from preamp.errors import PreampError
@@ -35,7 +36,8 @@ def flights(tmp_path_factory: pytest.TempPathFactory) -> Path:
     assert "report:" in done.output
     # in a pipe a line a run, and no bars
     assert len(re.findall(r"^  O\d seed \d: loss", done.output, re.MULTILINE)) == 5
-    assert "left" not in done.output and "\x1b" not in done.output and len(done.output.splitlines()) < 30
+    assert re.search(r"O1 seed 0: .* ms/step; about \d+ s left$", done.output, re.MULTILINE)
+    assert "\x1b" not in done.output and len(done.output.splitlines()) < 30
     return folder
 
 
@@ -50,12 +52,14 @@ def test_a_terminal_shows_all_steps_and_the_time_left() -> None:
             with bars.of("the last one", 100) as at:
                 at(40, "loss 0.20")
                 bars.progress.refresh()
+                left = bars.left
         text = re.sub("\x1b\\[[0-9;]*m", "", console.file.getvalue())  # colours
         text = re.sub("\x1b\\[[0-9;?]*[a-zA-Z]", "\n", text)  # moves of the cursor
         lines = [" ".join(line.replace("\u2501", "").split()) for line in text.splitlines() if line.strip()]
         if not terminal:
-            assert not lines
+            assert not lines and re.fullmatch(r"; about \d+ s left", left)
             continue
+        assert not left, "the bars tell it"
         assert any(re.fullmatch(r"all \S* ?240/300 \d:\d\d:\d\d left", line) for line in lines)  # 200 of them are over
         assert any("a run that" in line and "100/200" in line and "loss 0.01" in line for line in lines)
 
@@ -76,7 +80,8 @@ def test_results_follow_the_published_schema(flights: Path) -> None:
 
 def test_runs_show_what_was_promised(flights: Path) -> None:
     page = (flights / "report.html").read_text()
-    assert all(words in page for words in ("Feed-forward on NYC flights", "training loss", "loss scale"))
+    assert all(words in page for words in ("Feed-forward on NYC flights", "training loss"))
+    assert "loss scale</" not in page, "at no level did it change: a flat line says nothing"
     results = json.loads((flights / "results.json").read_text())
     runs = {run["level"]: run for run in results["runs"]}
     assert runs["O0"]["dtypes"].keys() == {"fp32"}
@@ -99,8 +104,8 @@ def interruptible() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("signal_number", [signal.SIGINT])
-def test_ctrl_c_leaves_a_valid_partial_report(tmp_path: Path, signal_number: int) -> None:
+@pytest.mark.parametrize("signal_number", [signal.SIGINT, signal.SIGKILL])
+def test_an_end_before_time_leaves_a_valid_partial_report(tmp_path: Path, signal_number: int) -> None:
     command = [sys.executable, "-m", "preamp", "demo", "-m", "flights", "--seeds", "50", "--out", str(tmp_path)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
     with subprocess.Popen(
@@ -113,18 +118,21 @@ def test_ctrl_c_leaves_a_valid_partial_report(tmp_path: Path, signal_number: int
         time.sleep(0.3)  # well inside the next run
         run.send_signal(signal_number)
         rest = run.stdout.read()
-    assert run.returncode == 130, rest
-    assert "Interrupted" in rest
+    killed = signal_number == signal.SIGKILL
+    assert run.returncode == (-signal.SIGKILL if killed else 130), rest
+    assert killed or "Not finished" in rest
     results = json.loads((tmp_path / "results.json").read_text())
     jsonschema.validate(results, schema())
     assert results["interrupted"]
     assert sum(r["complete"] for r in results["runs"]) >= 2
-    assert "Interrupted" in (tmp_path / "report.html").read_text()
+    assert "Not finished" in (tmp_path / "report.html").read_text()
+    assert not [*tmp_path.glob("*.part")]
 
 
 def results_of(qualities: dict[str, list[float]], seeds: int) -> Results:
     plan = make_plan(["flights"], "O0,O4", "ci", True, seeds, "cpu")
-    results = Results(plan=plan, environment=dict.fromkeys(("preamp", "torch", "python", "cpu", "commit"), "x"))
+    told = dict.fromkeys(("preamp", "torch", "python", "cpu", "commit"), "x")
+    results = Results(plan=plan, environment=told, interrupted=False)
     results.environment |= {"threads": 1, "device": "cpu"}
     for level, values in qualities.items():
         for seed, quality in enumerate(values):
@@ -147,6 +155,22 @@ def test_judgement_by_the_band_of_float32_seeds(quality: float, verdict: str, st
     assert report.mood == status
     assert ("below" in report.verdict) == (verdict == "below the band")
     jsonschema.validate(results_dict(results), schema())
+
+
+def test_one_seed_is_not_below_by_rounding() -> None:
+    said = build(results_of({"O0": [0.6002], "O4": [0.6001]}, 1)).verdict
+    assert said == "1 network trained with one seed, too few for a band; in three digits no level is below float32."
+    said = build(results_of({"O0": [0.602], "O4": [0.601]}, 1)).verdict
+    assert said.endswith("furthest below float32 is flights O4: AUC 0.601 against 0.602.")
+
+
+def test_a_scale_is_shown_where_it_changes() -> None:
+    results = results_of({"O0": [0.6], "O4": [0.6]}, 1)
+    results.trials[1].scales = [512.0, 512.0]
+    assert scale_chart(results, results.plan.tasks[0]) is None
+    results.trials[1].scales = [512.0, 256.0]
+    chart = scale_chart(results, results.plan.tasks[0])
+    assert chart is not None and [series.name for series in chart.series] == ["O4"]
 
 
 def test_a_run_without_a_finite_loss_still_reports() -> None:

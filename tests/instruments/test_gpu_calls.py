@@ -140,7 +140,7 @@ def test_two_calls_on_the_device_that_is_none(tmp_path: Path) -> None:
     paths = [str(tmp_path), str(ROOT / "src"), str(ROOT)]
     environment = {
         **os.environ, "PYTHONPATH": os.pathsep.join(paths), "PREAMP_PYTHON": sys.executable, "PREAMP_NO_TRITON": "1",
-        "OUT": str(out), "PYTEST_ADDOPTS": "-k test_threads", "OMP_NUM_THREADS": "1",
+        "OUT": str(out), "PYTEST_ADDOPTS": "-k test_schedules_cuda", "OMP_NUM_THREADS": "1",
     }  # fmt: skip
 
     def call(*arguments: str) -> dict[str, dict[str, Any]]:

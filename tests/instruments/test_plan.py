@@ -223,16 +223,8 @@ def test_a_model_is_only_read() -> None:
 @pytest.fixture(scope="module")
 def counted() -> dict[str, Any]:
     """What two processes counted (`main`)."""
-    line = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc-per-node",
-        "2",
-        "--module",
-        __name__,
-    ]
+    ranks = ("torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--module", __name__)
+    line = [sys.executable, "-m", *ranks]
     root = Path(__file__).parents[2]
     ran = subprocess.run(line, capture_output=True, text=True, cwd=root, timeout=240)
     assert ran.returncode == 0, ran.stderr[-3000:]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -122,38 +121,6 @@ def test_a_run_resumes_bit_for_bit(level: str, when: str, tmp_path: Path) -> Non
     resumed.fabric.load(tmp_path / "at.ckpt", resumed.state)
     resumed.train(range(HALF, STEPS))
     assert_same(resumed, *plain(level, "preamp", scheduled=False)[:2])
-
-
-@pytest.mark.slow
-def test_weights_and_optimizer_alone_resume_bit_for_bit_where_there_is_no_scale(tmp_path: Path) -> None:
-    run = Run("O5")
-    run.train(range(HALF))
-    run.fabric.save(tmp_path / "at.ckpt", {"model": run.model, "optimizer": run.optimizer})
-    for begun in (False, True):
-        resumed = Run("O5")
-        if begun:
-            resumed.train(range(2))
-        resumed.fabric.load(tmp_path / "at.ckpt", {"model": resumed.model, "optimizer": resumed.optimizer})
-        resumed.train(range(HALF, STEPS))
-        masters = resumed.precision.session.state_dict()["masters"]
-        torch.testing.assert_close(masters, plain("O5", "preamp", scheduled=False).state["masters"], rtol=0, atol=0)
-
-
-def test_tied_weights_are_saved_in_float32_under_both_names() -> None:
-    fabric = fabric_with(PreampPrecision("O5"))
-    net = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
-    net[1].weight = net[0].weight
-    model, optimizer = fabric.setup(net, torch.optim.SGD(net.parameters(), 0.1))
-    fabric.backward(model(torch.ones(2, 4)).sum())
-    optimizer.step()
-    state = model.state_dict()
-    assert {value.dtype for value in state.values()} == {torch.float32}
-    assert (
-        torch.equal(state["0.weight"], state["1.weight"])
-        and state["0.weight"].bfloat16().float().ne(state["0.weight"]).any()
-    )
-    copied = copy.deepcopy(net)  # an average of weights, say, is not the session's
-    assert copied.state_dict()["0.weight"].dtype is torch.bfloat16
 
 
 @pytest.mark.parametrize("level", ["O2", "O4"])

@@ -173,6 +173,26 @@ def far(got: Sequence[Tensor], wanted: Sequence[Tensor], *, but: float = 0.0) ->
     return float(every.topk(1 + int(but * len(every))).values[-1]) / 2**-23
 
 
+def check_kernels(
+    name: str, options: dict[str, Any], low: torch.dtype | None, params: list[Tensor], *, ulp: int, but: float = 0.0
+) -> None:
+    """Five steps by kernels end where operators end, but for so many units in the last place."""
+    run = Run(name, options, params, [p.to(low) for p in params] if low else None)
+    twin = run.twin()
+    none = torch.zeros((), device=params[0].device)
+    for i, factor in enumerate([None, 0.25, 0.3, 2.0**-16, 1.0]):
+        grads = gradients(params, low or torch.float32, i, same_layout=i != 1)
+        times = None if factor is None else none + factor
+        with by_operators():
+            twin.take([g.clone() for g in grads], times, none)
+        run.take(grads, times, none if i else None)
+    for mine, theirs in zip((run.params, *run.states), (twin.params, *twin.states), strict=True):
+        assert far(mine, theirs, but=but) <= ulp
+    assert float(run.step) == float(twin.step)
+    for p, published in zip(params, run.lows or [], strict=low is not None):
+        assert torch.equal(published, p.to(published.dtype))
+
+
 def check_found_writes_nothing(run: Any, waiting: Callable[[], AbstractContextManager[None]] = nullcontext) -> None:
     """Steps of gradients that are not finite write nothing. `waiting`: for steps that may not wait for the device."""
     half, none, one, many = (torch.tensor(value, device=run.params[0].device) for value in (0.5, 0.0, 1.0, 3.0))

@@ -59,15 +59,6 @@ def test_a_weight_written_since_is_a_number_near_it(rest: int) -> None:
     assert bool((gap <= (weights.double().abs() * 2**-7).clamp_min(2.0**-133)).all())
 
 
-def test_every_low_half_of_some_weights() -> None:
-    low = np.arange(2**16, dtype=np.uint32)
-    for high in (0x0000, 0x8000, 0x3F80, 0x3F81, 0x7F7F, 0xFF7F, 0x007F, 0x0080):
-        master = floats((high << 16) | low)
-        weight, rest = fused.split(master)
-        assert torch.equal(fused.join(weight, rest).view(torch.int32), master.view(torch.int32))
-        assert len(weight.view(torch.int16).unique()) == 2
-
-
 @given(bits=st.lists(st.integers(0, 2**32 - 1), min_size=1, max_size=50), seed=st.integers(0, 2**62))
 @example(bits=EDGES, seed=0)
 @settings(deadline=None)

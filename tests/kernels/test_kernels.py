@@ -21,7 +21,18 @@ from torch import Tensor
 from preamp.kernels import triton_runs_on
 
 from . import calls as fused
-from .steps import ADAM, SGD, WITH_KERNELS, Run, awkward, by_operators, check_found_writes_nothing, far, gradients
+from .steps import (
+    ADAM,
+    SGD,
+    WITH_KERNELS,
+    Run,
+    awkward,
+    by_operators,
+    check_found_writes_nothing,
+    check_kernels,
+    far,
+    gradients,
+)
 from .where import EMULATED, INTERPRETED, inside
 
 triton = pytest.importorskip("triton")
@@ -58,21 +69,7 @@ def test_kernels_run_here() -> None:
 @pytest.mark.parametrize("low", LOWS, ids=str)
 @pytest.mark.parametrize(("name", "options"), WITH_KERNELS, ids=range(len(WITH_KERNELS)))
 def test_kernels_do_what_operators_do(name: str, options: dict[str, Any], low: torch.dtype | None) -> None:
-    params = awkward(torch.get_default_device().type)
-    run = Run(name, options, params, [p.to(low) for p in params] if low else None)
-    twin = run.twin()
-    for i, factor in enumerate([None, 0.25, 0.3, 2.0**-16, 1.0]):
-        grads = gradients(params, low or torch.float32, i, same_layout=i != 1)
-        times = None if factor is None else torch.tensor(factor)
-        with by_operators():
-            twin.take([g.clone() for g in grads], times, torch.tensor(0.0))
-        run.take(grads, times, torch.tensor(0.0) if i else None)
-        assert far(run.params, twin.params) <= STEP_ULP
-        assert float(run.step) == float(twin.step)
-        for a, b in zip(run.states, twin.states, strict=True):
-            assert far(a, b) <= STEP_ULP
-        for p, published in zip(params, run.lows or [], strict=low is not None):
-            assert published is not None and torch.equal(published, p.to(published.dtype))
+    check_kernels(name, options, low, awkward(torch.get_default_device().type), ulp=STEP_ULP)
 
 
 @inside

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import io
 import pickle
-from collections import OrderedDict, defaultdict
+from collections import defaultdict
 from collections.abc import Callable
 from functools import partial, wraps
 from types import MethodType
@@ -267,34 +267,6 @@ def test_a_number_as_step_count() -> None:
     give(params, 1)
     optimizer.step()
     assert [int(optimizer.state[p]["step"]) for p in params] == [2, 6]
-
-
-def test_states_are_dicts_to_everybody() -> None:
-    params = [Parameter(torch.ones(4)), Parameter(torch.ones(3))]
-    optimizer = optim.Adam(params, 0.1)
-    give(params, 0)
-    optimizer.step()
-    assert isinstance(optimizer.state, defaultdict) and isinstance(optimizer.state[params[0]], dict)
-    for made in (copy.deepcopy(optimizer.state), pickle.loads(pickle.dumps(optimizer.state))):
-        assert type(made) is defaultdict and all(type(row) in (dict, OrderedDict) for row in made.values())
-    assert type(copy.deepcopy(optimizer.state[params[0]])) is type(copy.copy(optimizer.state[params[0]])) is dict
-    file = io.BytesIO()
-    torch.save(optimizer.state[params[0]], file)
-    file.seek(0)
-    assert torch.load(file, weights_only=True).keys() == {"step", "exp_avg", "exp_avg_sq"}
-    assert optimizer.state["new"] == {} and "new" in optimizer.state
-
-
-@EACH
-@pytest.mark.parametrize("small", [0, 1, 2], ids=lambda n: f"{n} small")
-def test_small_ones_among_large_ones(kind: str, small: int) -> None:
-    """One that would lie side by side with nobody is stepped as the large ones are, and they with it."""
-    for order in (1, -1):
-        params = [*(Parameter(torch.ones(20000)) for _ in range(2)), *(Parameter(torch.ones(7)) for _ in range(small))]
-        optimizer = getattr(optim, kind)(params[::order], **KINDS[kind])
-        give(params, 0)
-        optimizer.step()
-        assert all(bool((p != 1).all()) for p in params)
 
 
 # -- two parameters over one memory

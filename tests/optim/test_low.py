@@ -31,35 +31,25 @@ def train(session: preamp.Session, model: torch.nn.Module, steps: range) -> list
 
 
 def test_a_session_with_split_masters() -> None:
-    """The same training as with float32 masters, but for ties; saved in the same form, and given back in float32."""
-    states, losses, finals = [], [], []
+    """The same training as with float32 masters, but for ties; given back in float32."""
+    losses, finals = [], []
     for master in ("float32", "split", "split24"):
         model = mlp()
         optimizer = AdamW(model.parameters(), 1e-2, master=master)
         with preamp.prepare(model, optimizer, level="O5") as session:
             losses.append(train(session, model, range(20)))
-            states.append(copy.deepcopy((session.state_dict(), optimizer.state_dict(), model.state_dict())))
+            state = copy.deepcopy(session.state_dict())
             with session.full_precision():
                 assert {p.dtype for p in model.parameters()} == {torch.float32}
                 inside = {name: p.detach().clone() for name, p in model.named_parameters()}
             losses.append(train(session, model, range(20, 25)))
         finals.append(weights(model))
         assert {p.dtype for p in model.parameters()} == {torch.float32}
-        assert same([inside[name] for name in states[-1][0]["masters"]], masters_in(states[-1][0]))
+        assert same([inside[name] for name in state["masters"]], masters_in(state))
     for one, other in ((0, 1), (0, 2)):
         assert losses[2 * one] == pytest.approx(losses[2 * other], rel=1e-2)
         for a, b in zip(finals[one], finals[other], strict=True):
             assert torch.allclose(a, b, atol=2e-2)
-    for mine, theirs in ((0, 1), (1, 0), (0, 2), (2, 2), (1, 2)):  # a state of one is a state of the other
-        model = mlp()
-        optimizer = AdamW(model.parameters(), 1e-2, master=("float32", "split", "split24")[mine])
-        with preamp.prepare(model, optimizer, level="O5") as session:
-            session_state, optimizer_state, model_state = states[theirs]
-            model.load_state_dict(model_state)
-            optimizer.load_state_dict(optimizer_state)
-            session.load_state_dict(session_state)
-            assert same(masters_in(session.state_dict()), masters_in(session_state))
-            train(session, model, range(20, 22))
 
 
 def test_misuse() -> None:

@@ -267,28 +267,3 @@ def test_gradients_it_cannot_step() -> None:
     number.grad = torch.ones_like(number)
     with pytest.raises(OptimizerError, match="complex64"):
         optimizer.step()
-
-
-@EACH
-def test_a_parameter_that_becomes_channels_last_between_steps(name: str) -> None:
-    """Its states keep their own order of memory: elements must be matched by place, not by address."""
-
-    def change(make: Make) -> list[Tensor]:
-        param = Parameter(torch.arange(48.0).view(2, 4, 3, 2) / 48)
-        optimizer = make([param])
-        for step in range(6):
-            torch.manual_seed(step)
-            param.grad = torch.randn(param.shape).to(
-                memory_format=torch.channels_last if step % 2 else torch.contiguous_format
-            )
-            if step == 3:
-                gradient, param.grad = param.grad, None
-                param.data = param.data.to(memory_format=torch.channels_last)
-                param.grad = gradient
-            optimizer.step()
-        return [param.detach()]
-
-    ours, torchs = PAIRS[name]
-
-    for one, other in zip(change(ours), change(unfused(torchs)), strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)

@@ -12,7 +12,7 @@ from .running import run, run_tests
 
 pytestmark = pytest.mark.skipif(missing() is not None, reason=f"no fake CUDA device: {missing()}")
 
-NAMES = ["captured", "cuda", "doctor rules schedules_cuda several threads", "one_rank", "step_engine"]
+NAMES = ["captured", "cuda", "doctor rules schedules_cuda several", "one_rank", "step_engine"]
 WHOLE = "not full_size and not large_parameter and not four_launches"
 """Without full-size networks, which take minutes on a CPU, and without counts of launches that only Triton reaches."""
 

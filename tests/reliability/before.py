@@ -99,7 +99,24 @@ class WithSession:
             self.session.close()
 
 
-class WithApex:
+class InStates:
+    """Saved as the states of its parts; nothing is held."""
+
+    parts: dict[str, Any]
+
+    def save(self, path: Path) -> None:
+        torch.save({name: part.state_dict() for name, part in self.parts.items()}, path)
+
+    def load(self, path: Path) -> None:
+        saved = torch.load(path, weights_only=False)  # Apex's FP16_Optimizer saves its scaler as an object
+        for name, part in self.parts.items():
+            part.load_state_dict(saved[name])
+
+    def close(self) -> None:
+        """Nothing to do."""
+
+
+class WithApex(InStates):
     """`amp.initialize`, as its README saves it."""
 
     def __init__(self, level: str) -> None:
@@ -107,6 +124,7 @@ class WithApex:
         self.model, self.optimizer = amp.initialize(
             model, torch.optim.SGD(model.parameters(), lr=1e-2, momentum=0.9), opt_level=level, verbosity=0
         )
+        self.parts = {"model": self.model, "optimizer": self.optimizer, "amp": amp}
 
     def step(self, number: int) -> float:
         x, y = batch(number)
@@ -117,27 +135,18 @@ class WithApex:
         self.optimizer.step()
         return loss.item()
 
-    def save(self, path: Path) -> None:
-        parts = {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict(), "amp": amp.state_dict()}
-        torch.save(parts, path)
-
-    def load(self, path: Path) -> None:
-        saved = torch.load(path, weights_only=True)
-        self.model.load_state_dict(saved["model"])
-        self.optimizer.load_state_dict(saved["optimizer"])
-        amp.load_state_dict(saved["amp"])
-
     def close(self) -> None:
         amp.close()
 
 
-class WithFP16Optimizer:
+class WithFP16Optimizer(InStates):
     """Apex's FP16_Optimizer around one of torch's, on a model in float16."""
 
     def __init__(self) -> None:
         self.model = network().half()
         inner = torch.optim.SGD(self.model.parameters(), lr=1e-2, momentum=0.9)
         self.optimizer = FP16_Optimizer(inner, dynamic_loss_scale=True, verbose=False)
+        self.parts = {"model": self.model, "optimizer": self.optimizer}
 
     def step(self, number: int) -> float:
         x, y = batch(number)
@@ -147,19 +156,8 @@ class WithFP16Optimizer:
         self.optimizer.step()
         return loss.item()
 
-    def save(self, path: Path) -> None:
-        torch.save({"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}, path)
 
-    def load(self, path: Path) -> None:
-        saved = torch.load(path, weights_only=False)  # it holds the scaler object, as Apex's own
-        self.model.load_state_dict(saved["model"])
-        self.optimizer.load_state_dict(saved["optimizer"])
-
-    def close(self) -> None:
-        """Nothing is held."""
-
-
-class WithScaler:
+class WithScaler(InStates):
     """`preamp.GradScaler` beside an optimizer, and the optimizer saved as a whole object."""
 
     def __init__(self) -> None:
@@ -184,9 +182,6 @@ class WithScaler:
         saved = torch.load(path, weights_only=False)
         self.model, self.optimizer = saved["both"]
         self.scaler.load_state_dict(saved["scaler"])
-
-    def close(self) -> None:
-        """Nothing is held."""
 
 
 TRAININGS: dict[str, Callable[[], Any]] = {

@@ -15,7 +15,6 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import preamp
-from preamp.checkpoint._masters import Beside
 from preamp.errors import PreampError
 from preamp.rules import OpRules
 from preamp.scaling import SCHEDULES, StaticScale
@@ -183,31 +182,11 @@ SESSIONS = st.sampled_from(["O1", "O2", "O5"]).flatmap(
 )
 
 
-def beside(case: tuple[str, Any]) -> None:
-    """A session's part of a checkpoint, whose masters are the model's."""
-    level, state = case
-    run = session_of(level)
-    before = run.state()
-    try:
-        Beside(run.session, [run.model]).load_state_dict(state)
-    except PreampError:
-        assert alike(run.state(), before)
-    run.session.load_state_dict(before["session"])
-
-
-BESIDE = st.sampled_from(["O1", "O2", "O5"]).flatmap(
-    lambda level: st.tuples(
-        st.just(level),
-        mutated(lambda: copy.deepcopy(Beside(session_of(level).session, [session_of(level).model]).state_dict())),
-    )
-)
-
 PROPERTIES: dict[str, tuple[Any, Callable[[Any], None]]] = {
     "policies": (POLICIES, policies),
     "rules": (RULES, rules),
     "scales": (STATES, scales),
     "sessions": (SESSIONS, sessions),
-    "beside": (BESIDE, beside),
 }
 
 

@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 
 import preamp
 from preamp import checkpoint
+from preamp.compat.apex import optimizers as apex_optimizers
 from preamp.errors import CheckpointError, OptimizerError
 
 from ..rows import check_rows, over
@@ -42,7 +43,8 @@ class New(Old):
 def of(kind: str) -> Callable[[Any], Any]:
     library, name = kind.split(".")
     options: dict[str, Any] = {"momentum": 0.9} if name in ("SGD", "RMSprop") else {}
-    return lambda params: getattr(torch.optim if library == "torch" else preamp.optim, name)(params, lr=1e-3, **options)
+    where = {"torch": torch.optim, "preamp": preamp.optim, "apex": apex_optimizers}[library]
+    return lambda params: getattr(where, name)(params, lr=1e-3, **options)
 
 
 def train(model: nn.Module, optimizer: Optimizer, steps: int = 3) -> None:
@@ -155,7 +157,9 @@ def coded() -> tuple[nn.Module, Any]:
     return model, optimizer
 
 
-@pytest.mark.parametrize("kind", ["torch.AdamW", "torch.Adam", "preamp.AdamW", "preamp.LAMB", "preamp.Lion"])
+@pytest.mark.parametrize(
+    "kind", ["torch.AdamW", "torch.Adam", "preamp.AdamW", "preamp.LAMB", "preamp.Lion", "apex.FusedAdam"]
+)
 def test_moments_in_8_bits_are_never_taken_for_moments(tmp_path: Path, kind: str) -> None:
     model, optimizer = coded()
     exact = preamp.optim.AdamW(model.parameters())

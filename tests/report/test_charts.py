@@ -93,18 +93,27 @@ def test_any_histogram_is_a_sound_drawing(series, width):
 @settings(deadline=None, max_examples=60)
 @given(
     values=st.lists(st.tuples(any_float, any_float), max_size=4),
-    log=st.booleans(),
+    base=st.sampled_from([0.0, 1.0]),
     digits=st.none() | st.integers(0, 3),
     name=st.text(max_size=80),
     width=st.sampled_from([390, 760]),
 )
-def test_any_bar_chart_is_a_sound_drawing(values, log, digits, name, width):
+def test_any_bar_chart_is_a_sound_drawing(values, base, digits, name, width):
     first, second = [a for a, _ in values], [b for _, b in values]
     series = (Bars(name, first, first, second), Bars("b", second))
-    chart = BarChart("b", [name] * len(values), series, name, log=log, digits=digits)
+    chart = BarChart("b", [name] * len(values), series, name, base=base, digits=digits)
     check(chart, width)
     chart.to_text()
     json.dumps(chart.to_dict(), allow_nan=False)
+
+
+def test_bars_of_ratios_begin_at_one_under_their_whole_names():
+    name = "Adam, BERT-base: Session with preamp.optim and masters that are split"
+    chart = BarChart("b", [name, "short"], [Bars("ratio", [0.5, 2.0])], "times", base=1.0)
+    root = check(chart, 760)
+    slow, fast = [e for e in root.iter("{http://www.w3.org/2000/svg}rect") if "bar" in str(e.get("class"))]
+    assert float(slow.get("x")) + float(slow.get("width")) == pytest.approx(float(fast.get("x")), abs=0.2)
+    assert name in [e.text for e in root.iter("{http://www.w3.org/2000/svg}text")]
 
 
 @settings(deadline=None, max_examples=60)

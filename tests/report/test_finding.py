@@ -37,7 +37,7 @@ def test_unknown_words_are_refused(field, value):
 def test_findings_sort_by_harm():
     info, warning = Finding("PA101", "info", "i"), Finding("PA102", "warning", "w")
     late, early, other = full(step=9), full(step=2), full(code="PA106")
-    assert sorted([info, late, warning, early, other]) == [other, early, late, warning, info]
+    assert sorted([info, late, warning, early, other]) == [early, late, other, warning, info]
     assert count_severities([info, late, early]) == {"error": 2, "warning": 0, "info": 1}
 
 

@@ -95,6 +95,12 @@ def test_the_page_loads_nothing():
     assert "script" not in policy
 
 
+def test_a_notebook_shows_the_page_in_a_frame():
+    frame = Page(rich(EVIL)._repr_html_())
+    (source,) = [value for tag, name, value in frame.attributes if (tag, name) == ("iframe", "srcdoc")]
+    assert frame.tags == ["iframe"] and source.lstrip().startswith("<!DOCTYPE html>") and "</html>" in source
+
+
 @pytest.mark.parametrize("word", ["word", EVIL, "</script><!--<script>", "\u2028\u2029&lt;"])
 def test_the_embedded_data_parses_back(word):
     page = Page(rich(word).to_html())

@@ -67,26 +67,12 @@ def test_an_unknown_alignment_is_refused():
         Column("a", align="centre")
 
 
-@pytest.mark.parametrize(
-    ("value", "digits", "text"),
-    [
-        (0.0, None, "0"),
-        (0.0, 2, "0.00"),
-        (-0.0, 1, "0.0"),
-        (3, 2, "3.00"),
-        (65536, None, "65536"),
-        (65504.0, None, "65504"),
-        (1.0, None, "1"),
-        (9999.96, None, "10000"),
-        (5.96e-8, None, "5.96e-8"),
-        (0.004, 2, "4.0e-3"),
-        (-0.004, 2, "-4.0e-3"),
-        (1.7e308, 1, "1.7e308"),
-        (5e-324, None, "4.941e-324"),
-        (-math.inf, 2, "-inf"),
-        (math.nan, 2, "nan"),
-    ],
-)
+@pytest.mark.parametrize(("value", "digits", "text"), [
+    (0.0, None, "0"), (0.0, 2, "0.00"), (-0.0, 1, "0.0"), (3, 2, "3.00"), (65536, None, "65536"),
+    (65504.0, None, "65504"), (1.0, None, "1"), (9999.96, None, "10000"), (5.96e-8, None, "5.96e-8"),
+    (0.004, 2, "4.0e-3"), (-0.004, 2, "-4.0e-3"), (1.7e308, 1, "1.7e308"), (5e-324, None, "4.941e-324"),
+    (-math.inf, 2, "-inf"), (math.nan, 2, "nan"),
+])  # fmt: skip
 def test_numbers(value, digits, text):
     assert format_number(value, digits) == text
 

@@ -67,19 +67,6 @@ def test_the_older_protocol(kind: type[torch.amp.GradScaler]) -> None:
     assert optimizer.given is scaler and param.tolist() == [0.5] * 3
 
 
-@EACH
-def test_schedulers_that_wrap_the_step(kind: type[torch.amp.GradScaler]) -> None:
-    param = Parameter(torch.ones(3))
-    optimizer, scaler = fused([param]), kind("cpu", init_scale=4.0)
-    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
-    for expected in (0.5, 0.25):
-        backward(scaler, param)
-        scaler.step(optimizer)
-        scaler.update()
-        scheduler.step()
-        assert param.tolist() == [expected] * 3
-
-
 def test_an_exception_leaves_nothing_behind() -> None:
     """torch's scaler leaves both attributes, and the next step is divided by the old scale as well."""
     param = Parameter(torch.ones(3))

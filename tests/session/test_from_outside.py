@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -180,6 +181,41 @@ def test_a_reparametrization_that_is_removed(how: str, level: str) -> None:
     assert [type(module) for module in model] == [nn.Linear, nn.LayerNorm, nn.Linear]
 
 
+@pytest.mark.parametrize("where", ["full", "between"])
+@pytest.mark.parametrize("how", ["weight_norm", "parametrizations", "surgery"])
+@pytest.mark.parametrize("level", ["O2", "O5"])
+@pytest.mark.filterwarnings("ignore:.*weight_norm:FutureWarning")
+def test_a_weight_made_of_one_that_is_gone_has_memory_of_its_own(level: str, how: str, where: str) -> None:
+    """The optimizer still has the one that is gone, which its master is not to win over."""
+
+    def trained(level: str) -> Tensor:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 4))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        session = preamp.prepare(model, optimizer, level=level)
+        for step in range(8):
+            if step == 2:
+                full = session.full_precision(values_only=True) if where == "full" else contextlib.nullcontext()
+                with full:
+                    if how == "surgery":
+                        old, model[1] = model[1], nn.Linear(8, 4)
+                        model[1].weight = nn.Parameter(old.weight.data)
+                    else:
+                        NO_MORE[how][0](model[1])
+                known = {p for group in optimizer.param_groups for p in group["params"]}
+                optimizer.add_param_group({"params": [p for p in model.parameters() if p not in known]})
+            with session.autocast():
+                loss = (model(batch(step)).float() - 1).square().mean()
+            session.backward(loss)
+            session.step()
+            session.zero_grad()
+        session.close()
+        return model(batch(9)).detach()
+
+    exact = trained("O0")
+    assert (trained(level) - exact).norm() < 0.02 * exact.norm()
+
+
 @pytest.mark.parametrize("level", ["O1", "O2", "O4", "O5"])
 def test_a_module_that_is_added_gets_what_its_level_says(level: str) -> None:
     torch.manual_seed(0)
@@ -226,6 +262,7 @@ class Keeping(torch.optim.SGD):
     def step(self, closure: Any = None) -> Any:
         self.state["whole"]["steps"] = self.state["whole"].get("steps", 0) + 1
         self.state.setdefault("name", "own")
+        self.state.setdefault("basis", torch.zeros(3))
         return super().step(closure)
 
 
@@ -240,6 +277,8 @@ def test_an_optimizer_that_keeps_states_under_names(level: str, tmp_path: Path) 
             session.backward(loss)
             session.step()
             session.zero_grad()
+        moments = sum(s["momentum_buffer"].numel() for p, s in optimizer.state.items() if isinstance(p, Tensor))
+        assert session.memory().bytes_of("states") == (2 if level == "O3" else 4) * moments + 12
         file = tmp_path / "run.pt"
         preamp.checkpoint.save(file, model=model, optimizer=optimizer, session=session)
         preamp.checkpoint.load(file, model=model, optimizer=optimizer, session=session)

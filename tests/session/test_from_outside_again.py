@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import threading
 import weakref
+from collections import defaultdict
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,7 +19,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import _global_optimizer_pre_hooks, register_optimizer_step_pre_hook
 
 import preamp
-from preamp.errors import SessionError
+from preamp.errors import CheckpointError, SessionError
 
 from ..rows import over
 
@@ -229,11 +232,17 @@ def test_nor_does_it_step_16_bit_copies(level: str) -> None:
         session.step()
 
 
-@pytest.mark.parametrize("level", LEVELS)
-def test_an_optimizer_around_another_steps_it(level: str) -> None:
+@pytest.mark.parametrize("by_torch", [True, False])
+@pytest.mark.parametrize("level", ["O0", *LEVELS])
+def test_an_optimizer_around_another_steps_it(level: str, by_torch: bool) -> None:
+    """Also one whose class does not call torch's `__init__`, as Lookaheads do."""
+
     class Around(Optimizer):
         def __init__(self, inner: Optimizer) -> None:
-            super().__init__(inner.param_groups, {})
+            if by_torch:
+                super().__init__(inner.param_groups, {})
+            else:
+                self.param_groups, self.state, self.defaults = inner.param_groups, inner.state, {}
             self.inner = inner
 
         def step(self, closure: Any = None) -> None:  # type: ignore[override]
@@ -245,6 +254,53 @@ def test_an_optimizer_around_another_steps_it(level: str) -> None:
         pass_of(session, model)
         session.step()
     assert not torch.equal(weights(model), before)
+
+
+class Lookahead(Optimizer):
+    """Keeps slow weights, and states of a form of its own, as libraries have it: nothing of torch's is called."""
+
+    def __init__(self, inner: Optimizer) -> None:
+        self.inner, self.param_groups, self.defaults, self.taken = inner, inner.param_groups, {}, 0
+        self.state = defaultdict(dict)
+        for parameter in self.param_groups[0]["params"]:
+            self.state[parameter]["slow"] = parameter.detach().clone()
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self.inner.step()
+        self.taken += 1
+        for parameter, state in self.state.items() if self.taken % 2 == 0 else ():
+            parameter.copy_(state["slow"].lerp_(parameter, 0.5))
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"slow": [dict(each) for each in self.state.values()], "inner": self.inner.state_dict()}
+
+    def load_state_dict(self, state: Any) -> None:
+        for (parameter, own), saved in zip(self.state.items(), state["slow"], strict=True):
+            own["slow"] = saved["slow"].to(parameter.dtype).clone()
+        self.inner.load_state_dict(state["inner"])
+
+
+@pytest.mark.parametrize("level", ["O0", *LEVELS])
+def test_an_optimizer_that_loads_states_by_itself_gets_float32_ones(level: str, tmp_path: Path) -> None:
+    model = two_layers()
+    optimizer = Lookahead(torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9))
+    with preamp.prepare(model, optimizer, level=level, scale=1.0) as session:
+        for _ in range(3):
+            pass_of(session, model)
+            session.step()
+            session.zero_grad()
+        preamp.checkpoint.save(tmp_path / "run.pt", model=model, optimizer=optimizer, session=session)
+        before = [each["slow"].clone() for each in optimizer.state.values()]
+        preamp.checkpoint.load(tmp_path / "run.pt", model=model, optimizer=optimizer, session=session)
+        after = [each["slow"] for each in optimizer.state.values()]
+        assert all(a.dtype is torch.float32 and torch.equal(a, b) for a, b in zip(after, before, strict=True))
+        assert all(s["momentum_buffer"].dtype is torch.float32 for s in optimizer.inner.state.values())
+        pass_of(session, model)
+        session.step()
+    with pytest.raises(CheckpointError, match="does not fit the optimizer"):
+        preamp.checkpoint.load(tmp_path / "run.pt", optimizer=torch.optim.SGD(model.parameters(), lr=0.1))
+    assert "load_state_dict" not in vars(optimizer)
 
 
 def test_closed_sessions_look_at_no_optimizer() -> None:
@@ -431,6 +487,30 @@ def test_inputs_of_a_backward_are_reached_in_a_pass_in_full_precision(level: str
         plain = two_layers()
         plain(batch()).square().mean().backward()
         torch.testing.assert_close(wanted.grad, plain[0].weight.grad, rtol=1e-2, atol=1e-3)
+
+
+@over(level=LEVELS, made=["full", "region", "both"], asked=["full", "between"])
+def test_gradients_of_a_graph_made_with_the_other_weights(level: str, made: str, asked: str) -> None:
+    """`session.grad` finds masters and 16-bit weights, whichever are in their parameters as it is called."""
+    model = two_layers()
+    wanted = list(model.parameters())
+    exact = dict(zip(wanted, torch.autograd.grad(model(batch()).square().mean(), wanted), strict=True))
+    session = preamp.prepare(model, torch.optim.SGD(wanted, lr=0.1), level=level, scale=1.0)
+    with session.full_precision() if made != "region" else session.autocast():
+        loss = model(batch()).float().square().mean()
+    if made == "both":
+        with session.autocast():
+            loss = loss + model(batch()).float().square().mean()
+    with session.full_precision() if asked == "full" else contextlib.nullcontext():
+        for parameter, gradient in zip(wanted, session.grad(loss, wanted, create_graph=False), strict=True):
+            assert gradient.dtype is torch.float32 and gradient.shape == parameter.shape
+            found = gradient / (2 if made == "both" else 1)
+            assert (found - exact[parameter]).norm() < 0.05 * exact[parameter].norm()
+    with session.autocast():
+        part = model[0](batch().to(model[0].weight.dtype)).sum()
+    with pytest.raises((RuntimeError, SessionError), match=r"not have been used in the graph|depend on one of"):
+        session.grad(part, model[2].weight)
+    session.close()
 
 
 @pytest.mark.parametrize("level", ["O2", "O3", "O5"])

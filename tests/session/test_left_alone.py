@@ -104,6 +104,15 @@ def test_norms_of_a_frozen_base(level: str, norm: Callable[[int], nn.Module], ba
         first = train(session, model, 1)
         assert train(session, model, 20) < first
         assert {name: t.dtype for name, t in frozen_part.state_dict().items()} == dtypes
+        with session.full_precision(), torch.no_grad():
+            assert model(torch.ones(4, 16)).dtype is torch.float32
+            assert not any(t.dtype in (torch.float16, torch.bfloat16) for t in model.buffers())
+            frozen_part[1].register_buffer("late", torch.ones(2, dtype=base))
+        with session.full_precision(values_only=True):
+            frozen_part[1].late.add_(1)
+        assert frozen_part[1].late.dtype is base and frozen_part[1].late.tolist() == [2.0, 2.0]
+        del frozen_part[1].late
+        assert {name: t.dtype for name, t in frozen_part.state_dict().items()} == dtypes
         frozen_part.requires_grad_(True)
         assert train(session, model, 2) < 10
 
@@ -130,6 +139,19 @@ def test_a_parameter_that_joins_gets_what_its_level_says(how: str, level: str, b
     assert late.dtype is torch.float32 or base is not torch.float32
 
 
+@pytest.mark.parametrize("master", ["float32", "split", "split24"])
+def test_a_norm_that_joins_stays_float32_without_a_master(master: str) -> None:
+    model = model_of()
+    norm = model[2].requires_grad_(False)
+    optimizer = preamp.optim.AdamW(model.parameters(), 1e-2, master=master)
+    with preamp.prepare(model, optimizer, level="O5") as session:
+        train(session, model, 2)
+        norm.requires_grad_(True)
+        train(session, model, 2)
+        assert norm.weight.dtype is torch.float32 and not torch.equal(norm.weight, torch.ones(64))
+        assert "2.weight" not in session.state_dict()["masters"]
+
+
 def test_joined_weights_train_as_float32_would() -> None:
     ends = []
     for level in ("O0", "O5"):
@@ -143,6 +165,30 @@ def test_joined_weights_train_as_float32_would() -> None:
                 ends.append(model[1].base.weight.detach().clone())
     start = model_of()[1].base.weight.detach()
     assert (ends[1] - ends[0]).norm() <= 0.1 * (ends[0] - start).norm()
+
+
+@pytest.mark.parametrize("how", ["added", "optimizer's own"])
+@pytest.mark.parametrize("level", ["O1", "O2", "O3", "O4", "O5"])
+def test_the_gradient_that_a_weight_has_as_it_joins_counts(level: str, how: str) -> None:
+    """Of a micro-batch before, as in plain torch."""
+    moved = []
+    for chosen in ("O0", level):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(16, 8), nn.Linear(8, 4))
+        optimizer = torch.optim.SGD(model[1].parameters(), lr=0.1)
+        with preamp.prepare(model, optimizer, level=chosen) as session:
+            for part in range(2):
+                with session.autocast():
+                    loss = model(torch.ones(2, 16)).float().square().mean()
+                session.backward(loss)
+                if part == 0 and how == "added":
+                    optimizer.add_param_group({"params": list(model[0].parameters())})
+                elif part == 0:
+                    optimizer.param_groups[0]["params"].extend(model[0].parameters())
+            before = model[0].weight.detach().float().clone()
+            session.step()
+            moved.append(model[0].weight.detach().float() - before)
+    assert (moved[1] - moved[0]).norm() < 0.1 * moved[0].norm()
 
 
 class Quantizer(nn.Module):

@@ -97,8 +97,8 @@ def test_a_scaler_tells_it_too(caplog: pytest.LogCaptureFixture) -> None:
             scaler.update()
         optimizer.zero_grad()
     info, (row, collapse) = told(caplog, logging.INFO), told(caplog, logging.WARNING)
-    assert info[0] == "update 0: the step was skipped, since a gradient is not finite" and len(info) == 13
-    assert row.startswith("10 steps in a row were skipped, and the loss scale stands at ")
+    assert info[0] == "step 0 was skipped: a gradient is not finite" and len(info) == 13
+    assert row.startswith("10 steps in a row were skipped, and the scale of loss 'loss' stands at ")
     assert collapse == str(raised.value)
 
 

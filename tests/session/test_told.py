@@ -297,6 +297,20 @@ def test_powersgd_is_told_as_the_next_region_begins(level: str, when: int, wrapp
 
 
 @pytest.mark.usefixtures("one_rank")
+@pytest.mark.parametrize("level", ["O2", "O5"])
+def test_powersgd_that_comes_late_to_a_loop_without_regions(level: str) -> None:
+    model = mlp()
+    session = preamp.prepare(model, torch.optim.SGD(model.parameters(), 0.1), level=level, scale=1.0)
+    ddp = DistributedDataParallel(model)
+    session.backward(loss_of(ddp, 0))
+    session.step()
+    ddp.register_comm_hook(powerSGD_hook.PowerSGDState(None), powerSGD_hook.powerSGD_hook)
+    with pytest.raises(SessionError, match="wait for each other"):
+        session.backward(loss_of(ddp, 1))
+    session.close()
+
+
+@pytest.mark.usefixtures("one_rank")
 def test_gradients_of_another_stage_are_taken_as_they_come() -> None:
     """A stage of a pipeline does not run the backward passes itself, and may step its optimizers one by one."""
     model = nn.Sequential(nn.Linear(6, 8), nn.Linear(8, 3))

@@ -27,7 +27,7 @@ def fitting(what: str, target: Any, state: Any, path: Any) -> Any:
     Moments in 8 bits are float32 for optimizers that are not preamp's.
     """
     try:
-        if isinstance(target, Optimizer):
+        if isinstance(target, Optimizer) and "param_groups" in target.state_dict():
             if isinstance(target, FusedOptimizer):
                 target.check_loadable(state)
             else:
@@ -36,7 +36,7 @@ def fitting(what: str, target: Any, state: Any, path: Any) -> Any:
             _check_states(target, state)
         elif isinstance(target, (nn.Module, InFloat32)):
             _check_model(target, state)
-        elif isinstance(target, LRScheduler):
+        elif isinstance(target, (LRScheduler, Optimizer)):  # one of a form of its own, as Lookaheads have
             own = target.state_dict()
             _check_alike(own, state, "it")
             if own.keys().isdisjoint(state):

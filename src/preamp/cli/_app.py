@@ -90,17 +90,16 @@ def demo(
     out: _Out = Path("preamp-demo"),
 ) -> None:
     """Train four real networks at several levels, side by side, and write a report."""
-    from ..demo import build, judge, make_plan, run, task_table, write
+    from ..demo import judge, make_plan, run, task_table, write
 
     console = Console(emoji=False)
     plan = make_plan(model, levels, size, quick, seeds, device)
-    results = run(plan, console)
+    results = run(plan, console, lambda so_far: write(so_far, out))
     for task in plan.tasks:
         table = task_table(results, task)
         if table.rows:
             show(table, console)
-    report = build(results)
-    html, data = write(results, out, report)
+    html, data, report = write(results, out)
     if any(judge(results, task) for task in plan.tasks) or results.interrupted:
         console.print(report.verdict, style="bold", highlight=False)
     console.print(f"report: {html}\ndata:   {data}", highlight=False, soft_wrap=True)
@@ -185,15 +184,18 @@ def compare(
 
 
 @app.command()
-def explain(code: Annotated[str, typer.Argument(help="The code of a finding, such as PA202.")]) -> None:
+def explain(
+    code: Annotated[str, typer.Argument(help="A finding's, such as PA202; all are listed without.")] = "",
+) -> None:
     """What a finding means, why it hurts, and a script that has it with its cure."""
     from rich.markdown import Markdown
 
-    from ..doctor.findings import page
+    from ..doctor.findings import codes, page
 
-    text = page(code)
+    titles = (page(each).partition("\n")[0].removeprefix("# ") for each in codes())
+    text = page(code) if code else "\n".join((*titles, ""))
     console = Console(emoji=False)
-    if console.is_terminal:
+    if console.is_terminal and code:
         console.print(Markdown(text))
     else:
         print(text, end="")
@@ -259,7 +261,7 @@ def rules(
     """The operator rules of a 16-bit region, each with its reason: low, full, promote, banned, as-is."""
     from ._tables import rules_table
 
-    show(rules_table(policy), Console(emoji=False), as_json)
+    show(rules_table(policy), Console(emoji=False), as_json, aligned=False)
 
 
 @app.command()
@@ -270,12 +272,12 @@ def env(as_json: _Json = None) -> None:
     show(environment_table(), Console(emoji=False), as_json)
 
 
-def show(table: Table, console: Console, as_json: Path | None = None) -> None:
-    """Print a table as rich sees it; in a pipe, as plain text of whatever width it needs. Write it to a file too."""
+def show(table: Table, console: Console, as_json: Path | None = None, aligned: bool = True) -> None:
+    """Print a table as rich sees it; in a pipe as plain text, aligned or with tabs. Write it to a file too."""
     if as_json is not None:
         write_json(as_json, table.to_dict())
     if not console.is_terminal:
-        console.print(table.to_text(), markup=False, highlight=False, soft_wrap=True)
+        console.file.write((table.to_text() if aligned else "\n".join(map("\t".join, table.cells))) + "\n")
         return
     drawn = RichTable(title=table.title, box=SIMPLE_HEAD, title_justify="left", title_style="bold")
     for column in table.layout:

@@ -35,10 +35,7 @@ def find_lr(
         inputs, target = batch
         return task.loss(model(*(x.to(device) for x in inputs)), target.to(device))
 
-    with (
-        Progress(console=console, transient=True) as progress,
-        prepare(model, optimizer, level=level) as session,
-    ):
+    with Progress(console=console, transient=True) as progress, prepare(model, optimizer, level=level) as session:
         bar = progress.add_task(f"{name} {level}", total=steps)
         curve = sweep(
             session, batches, loss_of, start_lr=start, end_lr=end, steps=steps, clip=recipe.clip,

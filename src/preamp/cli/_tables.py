@@ -7,7 +7,7 @@ import torch
 from ..errors import PreampError
 from ..machine import environment
 from ..policy import LEVELS, auto_level, cpu_arithmetic, parse_policy
-from ..report import Column, Table
+from ..report import Table
 from ..rules import OpRules
 
 _ORDER = {"low": 0, "full": 1, "promote": 2, "banned": 3, "as-is": 4}
@@ -20,8 +20,9 @@ def levels_table() -> Table:
     rows = []
     for level in LEVELS:
         fields = dict(part.split("=") for part in str(level.policy).split(",") if "=" in part)
-        rows.append((level.name, level.alias, *(fields[name] for name in shown), level.summary))
-    return Table("Levels", ("level", "alias", *shown, "what it is"), rows, notes=(f"auto is {auto} here: {why}",))
+        rows.append((level.name, level.alias, *(fields[name] for name in shown)))
+    notes = (*(f"{level.name}: {level.summary}" for level in LEVELS), f"auto is {auto} here: {why}")
+    return Table("Levels", ("level", "alias", *shown), rows, notes=notes)  # in 80 columns and 24 lines
 
 
 def rules_table(policy: str) -> Table:
@@ -30,10 +31,9 @@ def rules_table(policy: str) -> Table:
     if ops is None:
         raise PreampError(f"the policy {policy!r} has ops=none: it has no operator rules")
     rows = sorted(OpRules(ops.changes).rows(), key=lambda row: _ORDER[row.category])
-    cells = [(row.category, row.family, ", ".join(row.ops), row.reason) for row in rows]
+    cells = [(row.category, row.family, row.reason, ", ".join(row.ops)) for row in rows]
     notes = ("operators that are not listed run in the dtype of their inputs", "the same on every device")
-    columns = (Column("runs"), Column("family"), Column("operators"), Column("why"))
-    return Table("Operator rules", columns, cells, notes=notes)
+    return Table("Operator rules", ("runs", "family", "why", "operators"), cells, notes=notes)
 
 
 def environment_table() -> Table:

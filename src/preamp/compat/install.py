@@ -157,11 +157,12 @@ def command(target: str, arguments: Sequence[str], as_module: bool) -> list[str]
     """The command line of the interpreter that runs us, flags included. `NothingToRun` if there is no such script."""
     if target.startswith("-"):
         raise NothingToRun(f"there is no option {target}; this command's own are listed by --help, and come first")
+    where = "Write its path, as in path/to/script.py, or -m package.module for what is run by python -m"
     if not as_module and not Path(target).exists():
-        raise NothingToRun(
-            f"there is no script {target!r} in {Path.cwd()}. Write its path, as in path/to/script.py, or "
-            "-m package.module for what is run by python -m"
-        )
+        raise NothingToRun(f"there is no script {target!r} in {Path.cwd()}. {where}")
+    if target.endswith(".ipynb"):
+        watch = "and in the notebook itself preamp.doctor.watch(model) sees what its cells train"
+        raise NothingToRun(f"{target} is a notebook: jupyter nbconvert --to script makes a script of it, {watch}")
     flags: list[str] = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
     return [sys.executable, *flags, *(["-m"] if as_module else []), target, *arguments]
 
@@ -169,8 +170,7 @@ def command(target: str, arguments: Sequence[str], as_module: bool) -> list[str]
 def run(target: str, arguments: Sequence[str], as_module: bool) -> int:
     """Run it in place of this process (where the system can: then this does not return); its exit status.
 
-    `apex` is importable in that process and in all that it starts, however it starts them: the folder that holds it is
-    on PYTHONPATH.
+    `apex` is importable in that process and in all that it starts: the folder that holds it is on PYTHONPATH.
     """
     line = command(target, arguments, as_module)
     sys.stdout.flush()

@@ -42,12 +42,7 @@ def make_plan(
     if count < 1:
         raise PreampError(f"--seeds {count}: at least one seed is needed")
     return Plan(
-        tasks=tasks,
-        levels=_levels(levels, where),
-        size=size,
-        quick=quick,
-        seeds=tuple(range(count)),
-        device=where,
+        tasks=tasks, levels=_levels(levels, where), size=size, quick=quick, seeds=tuple(range(count)), device=where
     )
 
 

@@ -10,17 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ..policy import cpu_arithmetic
-from ..report import (
-    BarChart,
-    Bars,
-    LineChart,
-    Marker,
-    Report,
-    Section,
-    Series,
-    smoothed,
-    to_json,
-)
+from ..report import BarChart, Bars, LineChart, Marker, Report, Section, Series, smoothed, to_json
 from ..report.files import write_json
 from ..zoo import Task
 from ._run import Results
@@ -88,17 +78,17 @@ def verdict(results: Results, judgements: Sequence[Judgement]) -> str:
     count = len({t.task for t in results.trials if t.complete})
     networks = f"{count} network" + ("" if count == 1 else "s")
     if results.interrupted:
-        return f"Interrupted after {results.seconds:.0f} s: {networks} have results, the rest is missing."
+        return f"Not finished: after {results.seconds:.0f} s {networks} have results, the rest is missing."
     if not judgements:
         return f"{networks} trained; nothing to compare, since O0 and a 16-bit level are needed for that."
     below = [j for j in judgements if not j.within]
     seeds = judgements[0].seeds
     if seeds == 1:
         worst = min(judgements, key=lambda j: j.quality - j.low)
-        return (
-            f"{networks} trained with one seed, too few for a band; the 16-bit level furthest below float32 "
-            f"is {worst.task} {worst.level}: {worst.metric} {worst.quality:.3f} against {worst.low:.3f}."
-        )
+        shown = [f"{worst.quality:.3f}", f"{worst.low:.3f}"]
+        told = f"the 16-bit level furthest below float32 is {worst.task} {worst.level}: {worst.metric} {shown[0]}"
+        said = f"{told} against {shown[1]}" if shown[0] < shown[1] else "in three digits no level is below float32"
+        return f"{networks} trained with one seed, too few for a band; {said}."
     band = f"the band of {seeds} float32 seeds"
     if below:
         names = ", ".join(f"{j.task} {j.level}" for j in below)
@@ -149,9 +139,11 @@ def _advice(judgements: Sequence[Judgement]) -> tuple[str, str]:
     )
 
 
-def write(results: Results, folder: Path, report: Report) -> tuple[Path, Path]:
-    """Write `report.html` and `results.json`, whole or not at all; returns their paths."""
-    return report.write_html(folder / "report.html"), write_json(folder / "results.json", results_dict(results))
+def write(results: Results, folder: Path) -> tuple[Path, Path, Report]:
+    """Write `report.html` and `results.json`, each whole or not at all; returns their paths, and the report."""
+    report = build(results)
+    page, data = report.write_html(folder / "report.html"), write_json(folder / "results.json", results_dict(results))
+    return page, data, report
 
 
 def _status(results: Results, judgements: Sequence[Judgement]) -> Any:
@@ -200,10 +192,10 @@ def loss_chart(results: Results, task: Task) -> LineChart:
 
 
 def scale_chart(results: Results, task: Task) -> LineChart | None:
-    """The loss scale over steps, for the levels that have one; skips as marks."""
+    """The loss scale over steps, for the levels at which it changes; skips as marks."""
     series, markers = [], []
     for trial in results.trials:
-        if trial.task == task.name and trial.seed == 0 and any(scale != 1 for scale in trial.scales):
+        if trial.task == task.name and trial.seed == 0 and len(set(trial.scales)) > 1:
             series.append(Series(trial.level, range(len(trial.scales)), trial.scales, steps=True))
             markers += [Marker(step, trial.scales[step], "skipped") for step in trial.skipped]
     if not series:

@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from ..machine import environment
+from ..report.values import format_left
 from ..zoo import Task
 from ._plan import Plan
 from ._trial import Trial, run_trial
@@ -24,7 +25,8 @@ class Results:
     plan: Plan
     environment: dict[str, Any]
     trials: list[Trial] = field(default_factory=list)
-    interrupted: bool = False
+    interrupted: bool = True
+    """Whether the plan was not carried out to its end; so it is until then."""
     seconds: float = 0.0
 
     def of(self, task: str, level: str) -> list[Trial]:
@@ -32,8 +34,8 @@ class Results:
         return [t for t in self.trials if (t.task, t.level) == (task, level) and t.complete]
 
 
-def run(plan: Plan, console: Console) -> Results:
-    """Train everything in the plan. Ctrl-C ends it early and keeps what there is."""
+def run(plan: Plan, console: Console, on_trial: Callable[[Results], object] = lambda results: None) -> Results:
+    """Train everything in the plan; `on_trial` is told after each run. Ctrl-C ends it early and keeps what there is."""
     results = Results(plan=plan, environment=environment(plan.device))
     began = time.perf_counter()
     try:
@@ -46,15 +48,17 @@ def run(plan: Plan, console: Console) -> Results:
                 for level in plan.levels:
                     for seed in plan.seeds:
                         _train(results, bars, task, level, seed)
+                        results.seconds = time.perf_counter() - began
+                        on_trial(results)
+        results.interrupted = False
     except KeyboardInterrupt:
-        results.interrupted = True
+        results.seconds = time.perf_counter() - began
         console.print("[yellow]interrupted: reporting what there is[/yellow]")
-    results.seconds = time.perf_counter() - began
     return results
 
 
 class Bars:
-    """A bar of all steps, with the time that is left, and one of the run under way; where no terminal is, nothing."""
+    """A bar of all steps, with the time that is left, and one of the run under way; shown on a terminal."""
 
     def __init__(self, console: Console, steps: int) -> None:
         columns = (
@@ -65,6 +69,12 @@ class Bars:
         self.progress = Progress(*columns, console=console, transient=True, speed_estimate_period=180)
         self._all = self.progress.add_task(f"{'all':24}", total=steps, shown="left")
         self._done = 0
+
+    @property
+    def left(self) -> str:
+        """The time that is left, in words, for where no bar is; "" where it is not known."""
+        seconds = self.progress.tasks[0].time_remaining
+        return f"; {format_left(seconds)}" if seconds and not self.progress.console.is_terminal else ""
 
     def __enter__(self) -> Bars:
         self.progress.start()
@@ -102,5 +112,5 @@ def _train(results: Results, bars: Bars, task: Task, level: str, seed: int) -> N
     skips = f", skipped {len(trial.skipped)}" if trial.skipped else ""
     bars.progress.console.print(
         f"  {level} seed {seed}: loss {trial.final_loss:.4f}, {task.metric} {trial.quality:.3f}, "
-        f"{trial.ms_per_step:.1f} ms/step{skips}"
+        f"{trial.ms_per_step:.1f} ms/step{skips}{bars.left}"
     )

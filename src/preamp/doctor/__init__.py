@@ -16,15 +16,7 @@ if TYPE_CHECKING:
     from .logprobs import LogprobComparison, compare_logprobs
     from .records import JsonLines, Sink
 
-__all__ = [
-    "JsonLines",
-    "LogprobComparison",
-    "Sink",
-    "Watching",
-    "compare_logprobs",
-    "examine",
-    "watch",
-]
+__all__ = ["JsonLines", "LogprobComparison", "Sink", "Watching", "compare_logprobs", "examine", "watch"]
 
 _HOMES = {
     "command.watching": ("Watching", "watch"),

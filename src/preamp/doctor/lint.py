@@ -99,11 +99,7 @@ def _inputs(example: Any) -> Any:
 
 
 def _report(
-    model: nn.Module,
-    policy: Policy,
-    findings: tuple[Finding, ...],
-    products: Products | None,
-    ended: Exception | None,
+    model: nn.Module, policy: Policy, findings: tuple[Finding, ...], products: Products | None, ended: Exception | None
 ) -> Report:
     name = policy.level or str(policy)
     environment = {

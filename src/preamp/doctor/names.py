@@ -51,7 +51,8 @@ def is_trainable(module: nn.Module) -> bool:
 class Names:
     """Module paths by module, as `Mapping.get`; looks for models anew when it meets one that it does not know.
 
-    Paths are those of `named_modules` without a compiler's `_orig_mod`; with several models each is `name:path`.
+    Paths are those of `named_modules` without a compiler's `_orig_mod`; of one of several models `name:path`. A model
+    keeps the path under which it was found.
     `fixed`: the models by name, where they are known and no others are meant. All others are held by weak references:
     a script that makes one model after another has the memory of one.
     """
@@ -166,9 +167,13 @@ class Names:
 
     def _take(self, models: dict[str, nn.Module]) -> None:
         self._models = {name: weakref.ref(model) for name, model in models.items()}
-        self._paths, self.owners, held = weakref.WeakKeyDictionary(), {}, list[Tensor]()
+        before, self._paths, self.owners, held = self._paths, weakref.WeakKeyDictionary(), {}, list[Tensor]()
+        taken = {before.get(model, "a part") for model in models.values()}
         for name, model in models.items():
-            prefix = "" if len(models) == 1 else f"{name}:"
+            prefix, fresh = before.get(model, "a part"), "" if len(models) == 1 else f"{name}:"
+            if prefix[-1:] not in ("", ":"):  # it is new, or was a part of another
+                prefix = f"{name}-{len(taken)}:" if fresh in taken else fresh
+                taken.add(prefix)
             for path, module in model.named_modules():
                 clean = ".".join(word for word in path.split(".") if word != "_orig_mod")
                 self._paths.setdefault(module, prefix + clean)

@@ -98,8 +98,7 @@ class Gradients:
                 self._rest_true(record)
             elif record is not None and record.clip is not None:
                 self._shrink(record, record.clip)
-        if self._masters.swapped_in:
-            self._masters.swap_out()  # masters that an interrupt left in place
+        self._masters.swap_out()  # masters that an interrupt left in place
 
     def _rest_true(self, record: Record) -> None:
         scale = None if record.inverse is None else reciprocal(record.inverse)
@@ -357,9 +356,8 @@ class Gradients:
         record = self._records.pop(optimizer, None)
         for parameter in parameters_of(optimizer) if self._sums else ():
             self._sums.forget(parameter)
-        if self._masters.swapped_in:
-            scale = None if record is None or record.inverse is None else reciprocal(record.inverse)
-            self._masters.swap_out(parameters_of(optimizer), scale)
+        inverse = record.inverse if record is not None and record.true else None
+        self._masters.swap_out(parameters_of(optimizer), None if inverse is None else reciprocal(inverse))
 
 
 def _joint(norms: Sequence[Tensor], order: float = 2.0) -> Tensor:

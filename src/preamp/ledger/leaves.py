@@ -68,7 +68,7 @@ class Leaf:
     """The float32 gradient shown in place of the 16-bit one; None if that is only put aside."""
     shown_version: int = 0
     aside: Tensor | None = None
-    """The gradient that the 16-bit parameter had then; one that it gets meanwhile is of a forward pass before."""
+    """The gradient that the 16-bit parameter had before. What it gets meanwhile comes from an earlier forward pass."""
 
     def take_back(self, parameter: Parameter, scale: Tensor | None, changed: bool) -> None:
         """Set the 16-bit gradient to the present float32 one times `scale`; if that was cleared, clear it."""
@@ -108,7 +108,7 @@ class Agreed:
         self.addresses: list[int] = []
         """Their addresses."""
         self.in_graphs = False
-        """Whether autograd may use what is stored: a master was in its parameter's place, for a forward pass."""
+        """Whether a graph may hold masters, because a forward pass ran while they were in their parameters' places."""
 
     def add(self, parameter: Parameter) -> int:
         """Add a parameter; returns its number."""

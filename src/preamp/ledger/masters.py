@@ -14,6 +14,8 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import reduce
+from itertools import chain, islice
 from typing import Any
 
 import torch
@@ -47,7 +49,7 @@ class Masters:
         self._agreed = Agreed()
         self._audit = Audit()
         self._wide: dict[Parameter, weakref.ref[Parameter]] = {}
-        """The tensors that were last behind parameters in `full`, of which a graph may still be made."""
+        """The float32 tensors that parameters had in `full` last: a graph that is still alive may hold them."""
         self._adopted: set[Parameter] = set()
         """Those that came in 16 bits."""
         self._loaded = False
@@ -65,16 +67,7 @@ class Masters:
 
     def among(self, parameters: Iterable[Parameter]) -> list[Parameter]:
         """Select the parameters that have a master."""
-        return [parameter for parameter in parameters if parameter in self] if self._any else []
-
-    @property
-    def _any(self) -> bool:
-        return bool(self._leaves)
-
-    @property
-    def swapped_in(self) -> bool:
-        """Whether some parameters hold their masters now."""
-        return bool(self._inside)
+        return [parameter for parameter in parameters if parameter in self] if self._leaves else []
 
     def lower(self, name: str, parameter: Parameter, dtype: torch.dtype) -> None:
         """Turn a float32 parameter into a low one; its present data becomes the master."""
@@ -122,7 +115,7 @@ class Masters:
             return
         data = parameter.data
         master = leaf.stored.to(data.device)
-        # one that was cast to float32 holds what its master rounds to, and gets the bits that its master has
+        # A parameter that its user cast to float32 holds the rounded value: it gets the master's bits back.
         kept = data == master.to(data.dtype if data.dtype in LOW_DTYPES else leaf.low.dtype)
         if self._loaded and not bool(held_here(kept).all()):
             self.rounded = leaf.name
@@ -200,7 +193,7 @@ class Masters:
             for parameter in leaving:
                 leaf = self._inside[parameter]
                 other = leaf.other
-                # an interrupt kept it from being swapped; one that was cast by its user is float32 as its master is
+                # An interrupt came before the swap. The address decides: a parameter may be float32 by its user's cast.
                 if other is None or (other.dtype is torch.float32 and other.data_ptr() != leaf.low.data_ptr()):
                     continue
                 leaf.take_back(parameter, scale, changed)
@@ -276,14 +269,22 @@ class Masters:
         self._agreed.in_graphs = True
         self._wide[parameter] = weakref.ref(other)
 
-    def inputs(self, inputs: Tensor | Sequence[Tensor]) -> list[Tensor]:
-        """The inputs of a backward pass: with each parameter also the one that a graph made in `full` has in its place.
+    def behind(self, tensor: Tensor) -> list[Tensor]:
+        """A tensor, and what else graphs may have in the place of a parameter: its master, or its 16 bits in `full`."""
+        known, leaf = self._wide.get(tensor), self._inside.get(tensor)  # type: ignore[call-overload]
+        others = known and known(), leaf and leaf.other
+        return [tensor, *(other for other in others if other is not None)]
 
-        Its gradients reach the parameter by `hand_over`.
-        """
-        given = [inputs] if isinstance(inputs, Tensor) else list(inputs)
-        wide = [self._wide[each]() for each in given if isinstance(each, Parameter) and each in self._wide]
-        return [*given, *(other for other in wide if other is not None)]
+    def grad(self, outputs: Tensor, inputs: Iterable[Tensor], create_graph: bool) -> list[Tensor]:
+        """Gradients of the sum of `outputs`, as `torch.autograd.grad` has them, in float32."""
+        behind = list(map(self.behind, inputs))
+        every, unused = list(chain.from_iterable(behind)), any(len(each) > 1 for each in behind)
+        seed = torch.ones_like(outputs)
+        raw = iter(torch.autograd.grad(outputs, every, seed, create_graph=create_graph, allow_unused=unused))
+        found = [[g.float() for g in islice(raw, len(each)) if g is not None] for each in behind]
+        if not all(found):
+            raise SessionError("grad(): the outputs do not depend on one of the inputs")
+        return [reduce(torch.add, each) for each in found]
 
     def restore(self) -> None:
         """Give every parameter its master for good, and forget it; those that came in 16 bits keep what they hold."""

@@ -19,30 +19,29 @@ class NoMasters(Masters):
 
     def __init__(self) -> None:
         super().__init__()
-        self._lowered: dict[Parameter, None] = {}
-        self._kept: dict[Parameter, None] = {}
-        """Parameters that came in 16 bits."""
+        self._low: dict[Parameter, bool] = {}
+        """The 16-bit parameters, each with whether it came in float32."""
         self._others: dict[Parameter, Parameter] = {}
         """The 16-bit versions of lowered parameters, while they are float32."""
 
     def lower(self, name: str, parameter: Parameter, dtype: torch.dtype) -> None:
         """Round a float32 parameter into a low one."""
         set_data(parameter, parameter.data.to(dtype))
-        self._lowered[parameter] = None
+        self._low[parameter] = True
 
     def adopt(self, name: str, parameter: Parameter, master: Tensor | None = None) -> None:
         """Have a parameter that is 16-bit take part in `full` and `low`."""
         if parameter.dtype in LOW_DTYPES:
-            self._kept[parameter] = None
+            self._low.setdefault(parameter, False)
 
     def drop(self, parameter: Parameter) -> None:
-        """Undo `adopt`, or `lower` without a change of its dtype."""
-        self._kept.pop(parameter, None)
-        self._lowered.pop(parameter, None)
+        """Undo `adopt` or `lower`."""
+        if self._low.pop(parameter, False):
+            set_data(parameter, parameter.data.float())
 
     def full(self) -> None:
         """Turn every low parameter into float32, without a gradient."""
-        for parameter in (*self._lowered, *self._kept):
+        for parameter in self._low:
             if parameter not in self._others:
                 self._others[parameter] = Parameter(parameter.data.float(), parameter.requires_grad)
                 swap(parameter, self._others[parameter])
@@ -62,8 +61,7 @@ class NoMasters(Masters):
     def restore(self) -> None:
         """Turn every lowered parameter into float32 for good."""
         self.low()
-        for parameter in self._lowered:
+        for parameter in (floats := [each for each, was_float in self._low.items() if was_float]):
             set_data(parameter, parameter.data.float())
-        rebuild_reducers(self._lowered)
-        self._lowered.clear()
-        self._kept.clear()
+        rebuild_reducers(floats)
+        self._low.clear()

@@ -23,12 +23,13 @@ from ..sharding import is_sharded
 
 
 def set_data(parameter: Parameter, data: Tensor) -> None:
-    """Replace a parameter's data permanently, also with another dtype; its gradient is dropped."""
-    parameter.grad = None
+    """Replace a parameter's data permanently, also with another dtype, which its gradient gets too."""
+    gradient, parameter.grad = parameter.grad, None
     if is_sharded(parameter):  # `.data` would change a DTensor's metadata, but not its local tensor
         swap(parameter, Parameter(data, parameter.requires_grad))
     else:
         parameter.data = data
+    parameter.grad = None if gradient is None else gradient.to(data.dtype)
 
 
 def swap(parameter: Parameter, other: Parameter) -> None:

@@ -174,7 +174,8 @@ class Script:
             return None
         if root in bound:
             return f"{bound[root]}.{rest}".strip("."), False
-        names = [f"{base}.{root}.{rest}".strip(".") for base in stars if root not in self._scopes[self.module]]
+        scope = self._scopes.get(node)  # of a keyword's name there is none, and what the file binds is no star's
+        names = [] if scope is None or root in scope else [f"{base}.{root}.{rest}".strip(".") for base in stars]
         last = rest.rpartition(".")[2]
         if last in ("scale_loss", "master_params") or f".{root}.{rest}".endswith(".amp.initialize"):
             names.append(f"amp.{last}")

@@ -24,9 +24,10 @@ from ._norms import NORMS, is_norm, mixes, refuse_keras, refuse_scripted
 from ._owned import check_free, disown, own
 from ._precisions import precisions_of, unwrapped
 
-_LEARNS = attrgetter("requires_grad")
+_FLOATS, _LEARNS = (torch.float32, *LOW_DTYPES), attrgetter("requires_grad")
 
 _FAST: tuple[type[nn.Module], ...] = (nn.TransformerEncoder, nn.TransformerEncoderLayer)
+_Buffer = tuple[nn.Module, str, Tensor, Tensor]  # a module, its key, the buffer in float32 and in 16 bits
 _RNNS: tuple[type[nn.Module], ...] = (nn.RNNBase, nn.RNNCellBase)
 
 
@@ -58,7 +59,8 @@ class Conversion:
                 refuse_scripted(path, module)
         self._gathered = gathered_as(root)
         self._changed: dict[CastingModule, Casting] = {}
-        self._buffers: list[tuple[nn.Module, str, Tensor, Tensor]] = []
+        self._buffers: list[_Buffer] = []
+        self._low_buffers: list[_Buffer] = []  # that came so, and are float32 in full precision
         self._owned: list[nn.Module] = []
         self._wide_buffers = False
         precisions = self._precisions = dict(precisions_of(root, policy))
@@ -99,17 +101,20 @@ class Conversion:
         if self._known.issuperset(root.parameters()):
             return
         before = set(self._owned)
+        gone = self._known.difference(root.parameters())
+        taken = {held.data_ptr() for parameter in self._keeper.among(gone) for _, held in self._keeper.held(parameter)}
         self._precisions = dict(precisions_of(root, self._policy))
         for path, module in root.named_modules():
             dtype = self._storage(module, self._precisions[path])
             for key, parameter in module._parameters.items():
-                if parameter is None or parameter in self._known or not parameter.is_floating_point():
+                if parameter is None or parameter in self._known or parameter.dtype not in _FLOATS:
                     continue
-                if parameter.dtype is torch.float64:
-                    continue  # as when a model is prepared
                 name = f"{self._prefix}{path}.{key}" if path else f"{self._prefix}{key}"
                 self._left[parameter] = (name, dtype)
-                if module in before and parameter.dtype is dtype and dtype in LOW_DTYPES:
+                lent = parameter.data_ptr() in taken
+                if lent and parameter.dtype is torch.float32:
+                    parameter.data = parameter.data.clone()  # which the master of one that is gone goes on holding
+                if (lent or module in before) and parameter.dtype is dtype and dtype in LOW_DTYPES:
                     self._low.lower(name, parameter, dtype)
                 else:
                     self._low.adopt(name, parameter)
@@ -127,7 +132,7 @@ class Conversion:
                 name = f"{self._prefix}{path}.{key}" if path else f"{self._prefix}{key}"
                 if isinstance(parameter, UninitializedParameter):
                     raise PolicyError(f"the parameter {name} is lazy: run one batch through the model before prepare()")
-                if not parameter.is_floating_point() or parameter.dtype is torch.float64:
+                if parameter.dtype not in _FLOATS:
                     continue
                 if parameter in seen:
                     first, stored = seen[parameter]
@@ -168,16 +173,12 @@ class Conversion:
                 f"{name_of(wanted)} parameters: write fully_shard(module, mp_policy=policy.fsdp()) with policy = "
                 f"preamp.policy({self._policy.level or str(self._policy)!r}), or take level='O1' or 'O4'"
             )
-        if wanted is torch.float32 and gathered in LOW_DTYPES and self._is_exception(name):
+        path = name.removeprefix(self._prefix).rpartition(".")[0]
+        if wanted is torch.float32 and gathered in LOW_DTYPES and self._precisions[path] is torch.float32:  # by a rule
             raise SessionError(
                 f"the policy wants {name} in float32, and FSDP2 gathers it in {name_of(gathered)}: shard that module "
                 "by itself before the ones around it: fully_shard(module, mp_policy=policy.fsdp(full=True))"
             )
-
-    def _is_exception(self, name: str) -> bool:
-        """Whether a rule of the policy's for modules is about the owner of a parameter."""
-        path = name.removeprefix(self._prefix).rpartition(".")[0]
-        return self._precisions[path] is torch.float32
 
     def _storage(self, module: nn.Module, precision: torch.dtype | None) -> torch.dtype:
         """The dtype of a module's own parameters and buffers."""
@@ -218,7 +219,7 @@ class Conversion:
                 continue  # FSDP2's are their own masters; another model of the session may have it as well
             if parameter.dtype is not torch.float32 and parameter.dtype is not dtype:
                 set_data(parameter, parameter.data.float())
-            if parameter.dtype is dtype:
+            if dtype in LOW_DTYPES and parameter.dtype is dtype:
                 self._keeper.adopt(name, parameter)
             elif dtype in LOW_DTYPES:
                 self._keeper.lower(name, parameter, dtype)
@@ -269,19 +270,16 @@ class Conversion:
         elif low and precision is not torch.float32 and module in self._sparse:
             casting = Casting(outputs=precision or low)
         elif low and precision is not torch.float32 and isinstance(module, _FAST):
-            casting = Casting(
-                region=self._region(precision)
-            )  # in a region their fast path, which mixes no dtypes, is off
+            casting = Casting(region=self._region(precision))  # their fast path mixes no dtypes, and is off in a region
         if self._needs_wide_weights(module, precision):
             casting = replace(casting, wide_weights=True)
         if is_root:
-            if low and precision is None and casting == NOTHING:
-                casting = replace(casting, inputs=low)
             if low and precision is None:
+                inputs = low if casting == NOTHING else casting.inputs
                 device_type = next((p.device.type for p in module.parameters()), "cpu")
-                casting = replace(casting, computes=low, device_type=device_type)
                 wide = self._wide_buffers or any(p.dtype is not low for p in self._left)
-                casting = replace(casting, ambient=low if wide else None)
+                ambient = low if wide else None
+                casting = replace(casting, inputs=inputs, computes=low, device_type=device_type, ambient=ambient)
             if low:
                 casting = replace(casting, around=self._around)
             if policy.output is not None:
@@ -313,9 +311,7 @@ class Conversion:
         return True
 
     def _region(self, precision: torch.dtype | None) -> torch.dtype | None:
-        if not self._policy.has_regions:
-            return None
-        return precision or self._policy.compute
+        return (precision or self._policy.compute) if self._policy.has_regions else None
 
     def _wrap(self, module: nn.Module, casting: Casting) -> None:
         if self._policy.params in LOW_DTYPES:
@@ -351,6 +347,10 @@ class Conversion:
         self._meet()
         self._low.full()
         self._buffers_to_float()
+        each = ((module, key, buffer) for module in self._owned for key, buffer in module._buffers.items())
+        self._low_buffers = [(m, key, b.float(), b) for m, key, b in each if b is not None and b.dtype in LOW_DTYPES]
+        for module, key, full, _ in self._low_buffers:
+            module._buffers[key] = full
 
     def _buffers_to_float(self) -> None:
         """Turn buffers to float32, with their original bits unless they were written; removed ones are let go."""
@@ -364,13 +364,15 @@ class Conversion:
     def to_low(self) -> None:
         """Undo `to_float`, as far as it came."""
         self._low.low()
-        for i, (module, key, _, low) in enumerate(self._buffers):
-            full = module._buffers.get(key)
-            if full is not None and full is not low:
-                fits = low.shape == full.shape and low.device == full.device
-                low = low.copy_(full) if fits else full.to(low.dtype)  # in place: a CUDA graph may read it
-                module._buffers[key] = low
-                self._buffers[i] = (module, key, full, low)
+        for entries in (self._buffers, self._low_buffers):
+            for i, (module, key, _, low) in enumerate(entries):
+                full = module._buffers.get(key)
+                if full is not None and full is not low:
+                    fits = low.shape == full.shape and low.device == full.device
+                    low = low.copy_(full) if fits else full.to(low.dtype)  # in place: a CUDA graph may read it
+                    module._buffers[key] = low
+                    entries[i] = (module, key, full, low)
+        self._low_buffers.clear()
 
     def undo(self) -> None:
         """Restore the model's classes and dtypes; it keeps the values that training gave it."""

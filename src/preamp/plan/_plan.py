@@ -49,7 +49,9 @@ class MemoryPlan:
             rows.append(self.held.cells("in the optimizer's step", "", self.peak))
         if self.sent:
             rows.append((*self.held.cells("sent in a step", "", self.sent)[:-1], None))
-        return Table(table.title, table.columns, [*table.rows, *rows], notes=(UNPLANNED,))
+        line = f"A rank holds {max(self.peak, self.held.total) / 2**30:,.2f} GiB at most, without activations"
+        line += f", and sends {self.sent / 2**30:,.2f} GiB in a step." if self.sent else "."
+        return Table(table.title, table.columns, [*table.rows, *rows], notes=(line, UNPLANNED))
 
     def to_json(self) -> dict[str, Any]:
         """Everything, in types that strict JSON takes."""

@@ -71,6 +71,8 @@ def _parse(text: str) -> Policy:
     given: dict[str, str] = {}
     for word in words:
         key, equals, value = (part.strip() for part in word.partition("="))
+        if len(key.split()) > 1:
+            raise PolicyError(f"the policy {text!r} wants commas: write {','.join(word.split())!r}")
         if not equals or not value:
             raise PolicyError(f"{word!r} in the policy {text!r} should read field=value, for instance scale=dynamic")
         if key in given:

@@ -27,10 +27,11 @@ def draw_bars(chart: BarChart, width: float) -> tuple[list[Element], float]:
     """A bar chart's elements and its height."""
     narrow = width < NARROW
     values = [v for b in chart.series for part in (b.values, b.low, b.high) if part is not None for v in part]
-    axis = fit(values, "log10" if chart.log else "linear", ticks=4 if narrow else 6, zero=True, pad=0.0)
+    axis = fit([*values, chart.base], ticks=4 if narrow else 6, zero=not chart.base, pad=0.0)
     texts = [_text(value, chart.digits) for bars in chart.series for value in bars.values]
     names = max((text_width(name) for name in chart.labels), default=0.0)
-    left = 6.0 if narrow else min(names, 0.34 * width) + 14
+    above = narrow or names > 0.34 * width  # names are whole
+    left = 6.0 if above else names + 14
     right = width - min(max([24.0, *map(text_width, texts)]), 0.25 * width) - 12
     axis = axis.place(left, right)
     parts: list[Element] = []
@@ -42,7 +43,7 @@ def draw_bars(chart: BarChart, width: float) -> tuple[list[Element], float]:
     first = top
     bars: list[Element] = []
     for index, name in enumerate(chart.labels):
-        if narrow:
+        if above:
             bars.append(label(name, width - 12, x=left, y=top + FONT, class_="halo"))
             top += FONT + 6
         else:
@@ -67,8 +68,8 @@ def _tall(width: float) -> float:
 
 
 def _base(chart: BarChart, axis: Axis) -> float:
-    """Where bars begin: at zero, or on a log axis at its low end."""
-    base = axis.at(axis.low) if chart.log else axis.project(0.0)
+    """Where bars begin."""
+    base = axis.project(chart.base)
     assert base is not None
     return base
 

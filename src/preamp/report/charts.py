@@ -180,7 +180,7 @@ class Bars(Fields):
 
 @dataclass(frozen=True, slots=True)
 class BarChart(Fields):
-    """Groups of horizontal bars: one group a label, one bar for each of `series`, the value beside it.
+    """Groups of horizontal bars: one group a label, one bar for each of `series` from `base` on, the value beside it.
 
     Raises `ValueError` when a series has not one value for every label.
     """
@@ -192,7 +192,7 @@ class BarChart(Fields):
     series: Sequence[Bars]
     value_label: str
     _: KW_ONLY
-    log: bool = False
+    base: float = 0.0
     digits: int | None = None
     note: str = ""
 

@@ -6,6 +6,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field
 from datetime import datetime, timezone
+from html import escape
 from pathlib import Path
 from typing import Any, Literal
 
@@ -163,6 +164,10 @@ class Report:
     def to_html(self) -> str:
         """The report as one HTML page that loads nothing."""
         return render(self)
+
+    def _repr_html_(self) -> str:
+        """The page in a frame of its own, as a notebook shows it."""
+        return f'<iframe srcdoc="{escape(self.to_html())}" style="width: 100%; height: 40em; border: 0"></iframe>'
 
     def write_html(self, path: str | Path) -> Path:
         """Write `to_html()` to `path`, whole or not at all, and return the path. Missing folders are made."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -28,7 +29,7 @@ class Finding(Fields):
 
     `step` counts optimizer-step attempts from 0; `module` is a path of `named_modules()` (the root is "");
     `evidence` is a sentence or a mapping of names to what was measured; `fix` is text to paste.
-    Findings sort by harm: errors first, then by code and place. Raises `ValueError` for a code that is not
+    Findings sort by harm: errors first, then by step, code and place. Raises `ValueError` for a code that is not
     PA and three digits, or an unknown severity or direction.
     """
 
@@ -58,11 +59,11 @@ class Finding(Fields):
     def __lt__(self, other: Finding) -> bool:
         return self._harm() < other._harm()
 
-    def _harm(self) -> tuple[int, str, int, str, str, int, str]:
+    def _harm(self) -> tuple[int, float, str, str, str, int, str]:
         """Sort key: smaller is more harmful."""
-        step = -1 if self.step is None else self.step
+        step = math.inf if self.step is None else self.step
         place = (self.module or "", self.file or "", self.line or 0)
-        return (SEVERITIES.index(self.severity), self.code, step, *place, self.message)
+        return (SEVERITIES.index(self.severity), step, self.code, *place, self.message)
 
     @property
     def where(self) -> tuple[tuple[str, str], ...]:

@@ -80,10 +80,7 @@ def _reference(chart: LineChart) -> Series | None:
 
 def _apart(chart: LineChart, one: Series, other: Series) -> list[float]:
     """The distances of two lines, as shares of the height of the chart."""
-    axis = fit(
-        (y for series in chart.series for y in series.y),
-        "log2" if chart.y_log2 else "linear",
-    )
+    axis = fit((y for series in chart.series for y in series.y), "log2" if chart.y_log2 else "linear")
     there = dict(zip(other.x, other.y, strict=True))
     found = []
     for x, y in zip(one.x, one.y, strict=True):

@@ -6,7 +6,7 @@ from ..errors import ScaleError
 from ._dynamic import DynamicScale, HysteresisScale
 from ._fixed import LossScale, NoScale, StaticScale
 from ._grad_scaler import GradScaler, ScaleEvent
-from ._log import LOG, Rows, tell_row
+from ._skips import LOG, Run, Skips, first_nonfinite
 
 __all__ = [
     "LOG",
@@ -16,11 +16,12 @@ __all__ = [
     "HysteresisScale",
     "LossScale",
     "NoScale",
-    "Rows",
+    "Run",
     "ScaleEvent",
+    "Skips",
     "StaticScale",
+    "first_nonfinite",
     "loss_scale",
-    "tell_row",
 ]
 
 SCHEDULES: dict[str, type[DynamicScale] | type[HysteresisScale]] = {

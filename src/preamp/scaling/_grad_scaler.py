@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from itertools import islice
 from typing import Any
 
 import torch
@@ -13,12 +12,12 @@ from torch import Tensor
 from torch.amp.grad_scaler import OptState
 from torch.optim import Optimizer
 
-from ..errors import ScaleCollapse, ScaleError
+from ..errors import ScaleError
 from ..frameworks import framework_hooks, unwrap_imitation
 from ..kernels import chained, check_and_unscale_, read, reciprocal
 from ._checks import LARGEST_SCALE, PATIENCE, SMALLEST_SCALE, check_bounds, check_count, check_factors, check_scale
 from ._dynamic import HysteresisScale, Moving
-from ._log import LOG, Rows, tell_row
+from ._skips import Run, Skips, first_nonfinite
 
 HISTORY = 1000
 """How many updates `GradScaler.history` keeps."""
@@ -77,10 +76,9 @@ class GradScaler(torch.amp.GradScaler):
         super().__init__(device, start, growth_factor, backoff_factor, growth_interval, enabled)
         self._schedule = self._scheduled(schedule, start, min_scale, max_scale) if enabled else None
         self._last_found: tuple[Tensor, ...] = ()
-        self._in_a_row: Tensor | int = 0
         self._history: deque[tuple[Tensor | float, Tensor]] = deque(maxlen=HISTORY)
         self._seen: list[Optimizer] = []
-        self._updates, self._rows = 0, Rows()
+        self._updates, self._skips, self._run = 0, Skips(), Run(self._patience)
 
     def _scheduled(
         self, schedule: str | Moving, start: float, min_scale: float | None, max_scale: float | None
@@ -200,7 +198,7 @@ class GradScaler(torch.amp.GradScaler):
             scale.clamp_(self._floor, self._ceiling)
         if used is not None and found is not None:
             self._history.append((used, found))
-            self._watch_for_collapse(found, used)
+            self._count(found, used)
         self._seen.clear()
 
     def _update_by_schedule(self, schedule: Moving, new_scale: Any, found: Tensor | None) -> Tensor:
@@ -225,40 +223,15 @@ class GradScaler(torch.amp.GradScaler):
         flags = [flag.reshape(()) if flag.dim() else flag for flag in flags]
         return flags[0] if len(flags) == 1 else torch.stack(flags).amax()
 
-    def _watch_for_collapse(self, found: Tensor, used: Tensor | float) -> None:
+    def _count(self, found: Tensor, used: Tensor | float) -> None:
+        """Count a skip, and raise `ScaleCollapse` where they never end. `used`: the scale of this update."""
+        host_skipped = bool(found.item()) if found.device.type == "cpu" else None
+        self._skips.count(self._updates, found, host_skipped)
         self._updates += 1
-        if found.device.type == "cpu":
-            run = int(self._in_a_row) + 1 if found.item() else 0
-            self._in_a_row = run
-            if run:
-                LOG.info("update %d: the step was skipped, since a gradient is not finite", self._updates - 1)
-        elif self._patience is None:
-            return
-        else:
-            earlier = self._in_a_row if isinstance(self._in_a_row, Tensor) else found.new_full((), self._in_a_row)
-            self._in_a_row = torch.addcmul(found, earlier, found)  # (earlier + 1) * found
-            if self._updates % self._patience:
-                return  # it is read once in so many updates, so that no step waits for it
-            recent = [
-                flag for _, flag in islice(reversed(self._history), self._patience) if flag.device == found.device
-            ]
-            run, *flags = map(int, torch.stack([self._in_a_row, *recent]).tolist())
-            if any(flags):
-                LOG.info("%d of the last %d steps were skipped: a gradient was not finite", sum(flags), len(flags))
-        if self._rows.are_long(run):
-            tell_row(run, f", and the loss scale stands at {float(used):g}", self._patience)
-        if self._patience is not None and run >= self._patience:
-            self._in_a_row = 0
-            parameter = _first_nonfinite(self._seen)
-            error = ScaleCollapse(
-                f"{run} updates in a row were skipped because gradients were not finite, and the loss scale fell "
-                f"to {float(used):g}; the first such gradient: {parameter or 'none now'}. No scale cures "
-                "that: look for NaN in the data or the loss, compute in bfloat16, or keep the layer in float32 "
-                "(preamp.float_function). patience=None lets training go on.",
-                name="loss", scale=float(used), skipped=run, parameter=parameter,
-            )  # fmt: skip
-            LOG.warning("%s", error)
-            raise error
+        run = self._run.add(found, host_skipped, self._skips)
+        seen = _named(self._seen)
+        advice = " (preamp.float_function)"
+        self._run.judge(run, "loss", lambda: float(used), lambda: first_nonfinite(seen), lambda _: advice)
 
     def state_dict(self) -> dict[str, Any]:
         """As torch's; with another schedule also that one's state, under "schedule"."""
@@ -296,7 +269,8 @@ class GradScaler(torch.amp.GradScaler):
 
     def __getstate__(self) -> dict[str, Any]:
         state = super().__getstate__()
-        state.update(_last_found=(), _in_a_row=0, _history=deque(maxlen=HISTORY), _seen=[])
+        fresh = {"_skips": Skips(), "_run": Run(self._patience)}
+        state.update(_last_found=(), _history=deque(maxlen=HISTORY), _seen=[], **fresh)
         return state
 
 
@@ -309,12 +283,10 @@ def _gradients(optimizer: Optimizer) -> list[Tensor]:
     return [g for group in optimizer.param_groups for p in group["params"] if (g := p.grad) is not None]
 
 
-def _first_nonfinite(optimizers: list[Optimizer]) -> str | None:
-    """The first parameter with a gradient that is not finite, by its index in the optimizer's groups."""
+def _named(optimizers: Iterable[Optimizer]) -> Iterator[tuple[str, Any]]:
+    """Parameters with their names, which optimizers made of `named_parameters()` know, else with their indices."""
     for optimizer in optimizers:
         for g, group in enumerate(optimizer.param_groups):
             for p, parameter in enumerate(group["params"]):
-                if parameter.grad is not None and not bool(parameter.grad.isfinite().all()):
-                    names = group.get("param_names")
-                    return names[p] if names else f"param_groups[{g}]['params'][{p}] of shape {tuple(parameter.shape)}"
-    return None
+                at = f"param_groups[{g}]['params'][{p}] of shape {tuple(parameter.shape)}"
+                yield group["param_names"][p] if group.get("param_names") else at, parameter

@@ -181,14 +181,6 @@ def selected(optimizers: Mapping[str, Optimizer], optimizer: Any) -> list[Optimi
     return [optimizer]
 
 
-def first_nonfinite(named: Iterable[tuple[str, nn.Parameter]]) -> str | None:
-    """The path of the first parameter whose gradient is not finite; a host sync."""
-    for path, parameter in named:
-        if parameter.grad is not None and not bool(parameter.grad.isfinite().all()):
-            return path
-    return None
-
-
 def names_of(parameters: Sequence[nn.Parameter], named: Callable[[], Iterable[tuple[str, nn.Parameter]]]) -> list[str]:
     """Paths of parameters in the models, "(not in the model)" for those of an optimizer alone."""
     paths = {parameter: path for path, parameter in named()}

@@ -6,14 +6,12 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch.optim import Optimizer
 
-from ..errors import ScaleCollapse, SessionError, StateError
+from ..errors import SessionError, StateError
 from ..kernels import Reading, multiply_
 from ..ledger import Gradients, gradients_of
-from ..scaling import LOG, LossScale, Rows, tell_row
-from ._report import Count, Skips
+from ..scaling import LossScale, Run, Skips
 
 
 class Losses:
@@ -21,7 +19,7 @@ class Losses:
 
     def __init__(self, scales: Mapping[str, LossScale]) -> None:
         self._scales = dict(scales)
-        self._runs = {name: _Run() for name in scales}
+        self._runs = {name: Run(scale.patience) for name, scale in scales.items()}
         self.skips = Skips()
         """Of the session's steps."""
         self.separate_scales = len(scales) > 1 and any(scale.kind != "none" for scale in scales.values())
@@ -60,44 +58,18 @@ class Losses:
 
         `host_skipped`: whether the step was skipped, if the host knows; None: only the device does.
         """
-        scale, found = self._scales[name], reading.found
-        scale.after_step(found)
-        run = self._runs[name].add(found, host_skipped, scale.patience, self.skips)
-        self._judge(name, run, found.device, offender)
+        self._scales[name].after_step(reading.found)
+        self._judge(name, self._runs[name].add(reading.found, host_skipped, self.skips), reading.found.device, offender)
 
     def replayed(self, steps: int, offender: Callable[[], str | None]) -> None:
         """Read the skips in a row, now and then, of steps that a CUDA graph takes and the host does not see."""
-        for name, scale in self._scales.items():
-            run = self._runs[name].replayed(steps, scale.patience, self.skips)
-            self._judge(name, run, self._runs[name].device, offender)
+        for name, run in self._runs.items():
+            self._judge(name, run.replayed(steps, self.skips), run.device, offender)
 
     def _judge(self, name: str, run: int | None, device: torch.device, offender: Callable[[], str | None]) -> None:
-        """Warn of a long row of skips, if the host knows of it, and give up at the end of the scale's patience."""
         scale = self._scales[name]
-        is_long = run is not None and self._runs[name].rows.are_long(run)
-        is_over = run is not None and scale.patience is not None and run >= scale.patience
-        if run is None or not (is_long or is_over):
-            return
-        scaled, stands = scale.kind != "none", float(scale.current(device))
-        if is_long:
-            of_scale = f", and the scale of loss {name!r} stands at {stands:g}" if scaled else ""
-            tell_row(run, of_scale, scale.patience)
-        if not is_over:
-            return
-        self._runs[name].reset()
-        parameter = offender()
-        layer = (parameter or "").rpartition(".")[0]
-        of_scale = f"loss scale {name!r} stands at {stands:g} after " if scaled else ""
-        advice = "No scale cures that: compute in bfloat16 (level='O4'), look" if scaled else "Look"
-        error = ScaleCollapse(
-            f"{of_scale}{run} skipped steps in a row; first gradient that is not finite: {parameter or 'none now'}. "
-            f"{advice} for inf or nan in the data or in the loss, or keep the layer in full precision"
-            + (f": policy.override({layer!r}, 'full')." if layer else ".")
-            + (" A scale with patience=None goes on for ever." if scaled else ""),
-            name=name, scale=stands, skipped=run, parameter=parameter,
-        )  # fmt: skip
-        LOG.warning("%s", error)
-        raise error
+        stands = None if scale.kind == "none" else lambda: float(scale.current(device))
+        self._runs[name].judge(run, name, stands, offender, _in_float32)
 
     def state_dict(self) -> dict[str, Any]:
         """The state of every scale, by name, with its number of skips in a row."""
@@ -122,49 +94,14 @@ class Losses:
         self.check(state)
         for name, scale in self._scales.items():
             fields = dict(state[name])
-            self._runs[name] = _Run(int(fields.pop("skipped_in_a_row")))
+            run = int(fields.pop("skipped_in_a_row"))
             scale.load_state_dict(fields)
+            self._runs[name] = Run(scale.patience, run)
 
 
-class _Run(Count):
-    """The number of skipped steps in a row."""
-
-    def __init__(self, start: int = 0) -> None:
-        super().__init__(start)
-        self._unread = 0
-        self.rows = Rows()
-
-    @property
-    def device(self) -> torch.device:
-        """The device of the count."""
-        return torch.device("cpu") if self._device is None else self._device.device
-
-    def add(self, found: Tensor, host_skipped: bool | None, patience: int | None, skips: Skips) -> int | None:
-        """The run's length after a step; None if only the device knows it and a read is not yet due."""
-        if host_skipped is not None:
-            self._host, self._device = int(self) + 1 if host_skipped else 0, None
-            return self._host
-        if self._device is None:
-            self._host, self._device = 0, torch.full_like(found, float(self._host))
-        torch.addcmul(found, self._device, found, out=self._device)  # (run + 1) * found, in place: a graph counts too
-        return self.replayed(1, patience, skips)
-
-    def reset(self) -> None:
-        """Restart the count."""
-        self._host = 0
-        if self._device is not None:
-            self._device.zero_()
-
-    def replayed(self, steps: int, patience: int | None, skips: Skips) -> int | None:
-        """The run's length after steps that only the device saw, once in `patience` of them; else None."""
-        found = self._device
-        if found is None or (found.device.type == "cuda" and torch.cuda.is_current_stream_capturing()):
-            return None
-        self._unread += steps
-        if patience is None or (found.device.type != "cpu" and self._unread < patience):
-            return None
-        unread, self._unread = self._unread, 0
-        return skips.read_with(found, unread)
+def _in_float32(layer: str) -> str:
+    """How a session keeps a layer in float32."""
+    return f": policy.override({layer!r}, 'full')" if layer else ""
 
 
 class PendingScales:

@@ -54,13 +54,19 @@ class Memory:
         """The rows, and their sum."""
         from ..report import Column, Table  # not needed to train
 
-        columns = ("kind", "dtype", "bytes", Column("size", "GiB", 3), Column("bytes a parameter", "", 2))
+        columns = (
+            "kind",
+            "dtype",
+            Column("bytes", align="right"),
+            Column("size", "GiB", 3),
+            Column("bytes a parameter", "", 2),
+        )
         cells = [self.cells(row.kind, name_of(row.dtype), row.bytes) for row in self.rows]
         return Table(title, columns, [*cells, self.cells("all", "", self.total)])
 
     def cells(self, kind: str, dtype: str, size: int) -> tuple[Cell, ...]:
         """A row of the table."""
-        return kind, dtype, size, size / _GIB, size / max(self.parameters, 1)
+        return kind, dtype, f"{size:,}", size / _GIB, size / max(self.parameters, 1)
 
     def to_json(self) -> dict[str, Any]:
         """Everything, in types that strict JSON takes."""
@@ -95,7 +101,8 @@ def memory_of(
 
 def _states(optimizer: Optimizer) -> Iterator[Tensor]:
     for state in optimizer.state.values():
-        yield from (value for value in state.values() if isinstance(value, Tensor))
+        every = state.values() if isinstance(state, dict) else (state,)  # which some keep for all, under a name
+        yield from (value for value in every if isinstance(value, Tensor))
 
 
 def _bucketed(model: nn.Module, replicated: bool) -> Iterator[Tensor]:

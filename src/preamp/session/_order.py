@@ -8,7 +8,7 @@ from itertools import chain
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
@@ -17,7 +17,7 @@ from ..kernels import multiply_, present_in
 from ..ledger import Gradients, Masters, parameters_of
 from ..scaling import LossScale
 from ..sharding import agreed_largest
-from ._checks import check_hooks, is_marked
+from ._checks import is_marked
 from ._losses import Losses, PendingScales
 from ._others import OtherLeaves
 from ._regions import FullPrecision
@@ -30,8 +30,8 @@ LOOKED_AT = 16
 class CallOrder:
     """Checks calls before they do anything, and notices backward passes that are not the session's.
 
-    The latter by a look at some parameters of each optimizer as their gradients come: a hook on each of a thousand
-    would take as long as the backward pass of a small model. A pass that reaches none of them is not noticed.
+    For that it hooks some parameters of each optimizer. Hooks on all of a thousand parameters would take as long as the
+    backward pass of a small model. A pass that reaches none of the hooked ones goes unnoticed.
     """
 
     def __init__(
@@ -64,13 +64,8 @@ class CallOrder:
 
     # -- backward
 
-    def check_backward(self, low: Mapping[str, nn.Module] | None) -> None:
-        """Check before a backward pass that somebody steps its gradients, and that they fit those that are there.
-
-        `low`: before the first step, models with 16-bit parameters.
-        """
-        if low is not None:
-            check_hooks(low)
+    def check_backward(self) -> None:
+        """Check before a backward pass that somebody steps its gradients, and that they fit those that are there."""
         if not self._optimizers and (self._losses.scaled or len(self._masters)):
             self._nobody_steps()
         for parameter in () if self._full.depth else chain.from_iterable(self._seen.values()):
@@ -94,7 +89,7 @@ class CallOrder:
         )
 
     def scaled(self, loss: Tensor) -> Tensor:
-        """Have gradients rest as the backward pass of a loss begins that the session has scaled and gives out."""
+        """Prepare a scaled loss that the session gives out: as its backward pass begins, gradients are to rest."""
         self._scaled_by_hand = True
         if loss.requires_grad and self._losses.scaled:
             loss.register_hook(self._scaled_goes_back)
@@ -176,7 +171,7 @@ class CallOrder:
         return ran
 
     def _check_all_came(self, chosen: Sequence[Optimizer]) -> None:
-        """Check that all gradients of an optimizer have come, where a hook steps while they come."""
+        """Check, in a step that a hook makes during backward, that the optimizer has all of its gradients."""
         for each in chosen:
             late = sum(p.requires_grad and p.grad is None for p in parameters_of(each))
             if late:
@@ -267,10 +262,10 @@ def _some(parameters: Iterable[Parameter]) -> list[Parameter]:
 
 
 def _weakly(order: CallOrder, method: Callable[..., None], *args: Any) -> Callable[[Parameter], None]:
-    """A hook that keeps no session alive: one that was lost is let go with it, and so is its optimizer.
+    """A hook with weak references to the session and its optimizers.
 
-    What a hook on a tensor holds, which may hold the tensor, Python's collector cannot see. In a backward pass of the
-    session's own there is nothing to notice.
+    Python's garbage collector cannot see what a tensor's hook holds, so strong ones would keep a lost session alive for
+    good. During the session's own backward pass the hook does nothing.
     """
     known, others = weakref.ref(order), list(map(weakref.ref, args))
 

@@ -1,4 +1,4 @@
-"""Tensors that get gradients from a session's scaled backward passes, and which none of its optimizers steps."""
+"""Tensors that get gradients from a session's scaled backward passes and are in none of its optimizers."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ _engine: Any = torch.autograd.Variable._execution_engine
 
 
 class OtherLeaves:
-    """Parameters of the session's models that it leaves as they are, and leaves of the losses that it does not know.
+    """Parameters that the session leaves alone, and other leaves of its losses.
 
-    An optimizer of somebody else would step their gradients as they are, so those that a scaled backward pass has added
-    to are marked. Graphs are walked for such leaves in passes 1, 2, 3, 5, 8, 13 ...: a loop repeats its losses, and a
-    walk takes less than a microsecond a node.
+    Another optimizer would step their gradients with the loss scale still in them. So each gradient that a scaled
+    backward pass has added to gets a mark. The leaves are found by walking the loss's graph, in passes 1, 2, 3, 5, 8,
+    13 ...: a loop repeats its losses, and a walk takes less than a microsecond a node.
     """
 
     def __init__(self, optimizers: Sequence[Optimizer], conversions: Sequence[Conversion]) -> None:

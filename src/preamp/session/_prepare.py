@@ -17,15 +17,7 @@ from ..eps import safe_eps
 from ..errors import PolicyError, PreampWarning, SessionError, kind_of
 from ..formats import LOW_DTYPES, name_of
 from ..frameworks import unwrap
-from ..ledger import (
-    KEPT,
-    Masters,
-    NoMasters,
-    SplitMasters,
-    parameters_of,
-    rebuild_reducers,
-    state_like_parameters,
-)
+from ..ledger import KEPT, Masters, NoMasters, SplitMasters, parameters_of, rebuild_reducers, state_like_parameters
 from ..modules import Conversion, unwrapped
 from ..policy import Policy, auto_level, parse_policy
 from ..scaling import LOG, LossScale, loss_scale
@@ -52,8 +44,8 @@ Optimizers = Optimizer | Sequence[Optimizer] | Mapping[str, Optimizer] | None
 def prepare(
     model: Models,
     optimizer: Optimizers | _NotGiven = _NOT_GIVEN,
-    *,
     level: str | None = None,
+    *,
     policy: Policy | str | Mapping[str, Any] | None = None,
     losses: Sequence[str] = ("loss",),
     scale: float | str | LossScale | Mapping[str, float | str | LossScale] | None = None,

@@ -30,14 +30,14 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 class OpenRegions:
-    """The regions of a session that are open, to be left as it is closed.
+    """The regions of a session that are open now; closing the session leaves them.
 
-    An interrupt in the enter or exit of a region would else leave it open for good.
+    Ctrl-C within a region's enter or exit would otherwise leave it open for good.
     """
 
     def __init__(self) -> None:
         self._open: list[tuple[SessionRegion, int, tuple[Any, ...]]] = []
-        """Each with the thread that it is open in, since torch keeps regions by thread, and what was around it."""
+        """Each with its thread, since torch keeps regions by thread, and with torch's state from before it."""
 
     def add(self, region: SessionRegion) -> None:
         """Note a region that is about to be entered."""
@@ -51,7 +51,7 @@ class OpenRegions:
         return None
 
     def remove(self, entry: Any) -> None:
-        """Forget a region that was left, and those inside it that an interrupt kept open."""
+        """Forget a region that was left, and regions inside it that an interrupt has left open."""
         inside = self._open[self._open.index(entry) + 1 :]
         if inside and entry[1] in {each[1] for each in inside}:
             self._restore(entry)
@@ -176,9 +176,9 @@ def warn_outside(loss: Tensor, policy: Policy, full: FullPrecision) -> None:
 class FullPrecision:
     """Runs models with their masters and float32 buffers, without casts.
 
-    Their gradients are put aside. Those that come inside end with it, unless the session's backward pass made some.
-
-    `enter` and `leave` may be interrupted at any line. `leave` then finishes what was begun, and undoes it.
+    Gradients are put aside meanwhile. New ones are dropped at the end, unless the session's own backward pass made
+    them: then they are added to those from before. Ctrl-C may come at any line of `enter` and `leave`; the next `leave`
+    undoes what was done until then.
     """
 
     def __init__(self, models: Iterable[nn.Module], masters: Masters, conversions: Sequence[Conversion]) -> None:
@@ -228,7 +228,7 @@ class FullPrecision:
         self._masters.low()
         for conversion in self._conversions:
             conversion.resume()
-        # 16-bit ones are back with their gradients, and with those that have come to them since
+        # 16-bit parameters are back, with the gradients they had and those that have come to them meanwhile
         self._low = self._low or {p: p.grad for p in every if p.grad is not self._inside[p]}
         for parameter, inside in self._inside.items():
             before = self._aside.get(parameter)
@@ -254,9 +254,9 @@ class FullPrecision:
 
 
 class Joining:
-    """Brings parameters under the policy that were frozen, or in no optimizer, and are stepped from now on.
+    """Brings parameters under the policy that were frozen or in no optimizer before, and are stepped from now on.
 
-    Refuses hooks that came to a DistributedDataParallel in between, and with which it would never return.
+    Also refuses communication hooks, added to a DistributedDataParallel since, with which backward would never return.
     """
 
     def __init__(
@@ -269,8 +269,12 @@ class Joining:
         self.thread: int | None = None
         """That of the last backward pass."""
 
-    def __call__(self) -> None:
+    def check(self) -> None:
+        """Refuse such hooks."""
         self._wrappers = check_hooks(self._models, self._wrappers)
+
+    def __call__(self) -> None:
+        self.check()
         groups = [group["params"] for optimizer in self._optimizers for group in optimizer.param_groups]
         seen = sum(conversion.learning for conversion in self._conversions), sum(map(len, groups))
         if seen != self._seen:

@@ -5,10 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
-
-from ..scaling import LOG
 
 
 class StepReport:
@@ -79,42 +76,3 @@ class StepReport:
             f"StepReport(index={self.index}, skipped={self.skipped}, scale={self.scale:g}, "
             f"grad_norm={self.grad_norm:.4g})"
         )
-
-
-class Count:
-    """A number of steps: counted on the host if it knows of them, else on the device."""
-
-    def __init__(self, start: int = 0) -> None:
-        self._host = start
-        self._device: Tensor | None = None
-
-    def __int__(self) -> int:
-        """The number; a host sync if it is on the device."""
-        return self._host + (0 if self._device is None else int(self._device))
-
-
-class Skips(Count):
-    """The number of skipped steps."""
-
-    _told = 0
-
-    def count(self, step: int, found: Tensor, host_skipped: bool | None) -> None:
-        """Count an attempted step. `found`: 0-d, 1 if skipped. `host_skipped`: None if only the device knows."""
-        if host_skipped is not None:
-            self._host += host_skipped
-            if host_skipped:
-                LOG.info("step %d was skipped: a gradient is not finite", step)
-        elif self._device is None:
-            self._device = found.clone()
-        else:
-            self._device.add_(found)  # in place, for a captured step to count too
-
-    def read_with(self, run: Tensor, steps: int) -> int:
-        """A count of the device, which the host waits for; what was skipped in these last steps comes with it."""
-        if self._device is None or self._device.device != run.device:
-            return int(run)
-        value, total = map(int, torch.stack((run, self._device)).tolist())
-        if total > self._told:
-            LOG.info("%d of the last %d steps were skipped: a gradient was not finite", total - self._told, steps)
-        self._told = total
-        return value

@@ -27,9 +27,10 @@ class SessionScaler(torch.amp.GradScaler):
     >>> scaler.update()
     """
 
-    def __init__(self, session: Session) -> None:
+    def __init__(self, session: Session | None = None) -> None:
         if not isinstance(session, Session):
-            raise SessionError(f"SessionScaler takes what preamp.prepare returned; this is {kind_of(session)}")
+            given = "it was given nothing" if session is None else f"this is {kind_of(session)}"
+            raise SessionError(f"SessionScaler takes what preamp.prepare(model, optimizer) returns; {given}")
         super().__init__(session.device_type, enabled=True)
         self._enabled = True  # torch switches scalers off where it sees no such device
         if len(session._losses) == 1:

@@ -15,13 +15,13 @@ from torch.optim import Optimizer
 
 from ..compiling import traced_by_callers, uncompiled
 from ..errors import SessionError
-from ..formats import LOW_DTYPES
 from ..frameworks import unwrap
 from ..kernels import clip_values_
 from ..ledger import Gradients, Masters, clear_gradients, gradients_of
 from ..modules import Conversion
 from ..optim import FusedOptimizer
 from ..policy import Policy
+from ..scaling import Skips, first_nonfinite
 from ..sharding import flat_group, is_sharded, sharded_parts
 from ._capture import CapturedStep, Rates
 from ._checks import (
@@ -32,7 +32,6 @@ from ._checks import (
     check_not_cast,
     check_sharded_late,
     check_state,
-    first_nonfinite,
     named_parameters,
     names_of,
     not_unpacked,
@@ -44,7 +43,7 @@ from ._memory import Memory, memory_of
 from ._order import BackwardPass, CallOrder
 from ._regions import FullPrecision, Joining, OpenRegions, SessionRegion, held_kernels, not_synchronised, warn_outside
 from ._released import Released
-from ._report import Skips, StepReport
+from ._report import StepReport
 from ._step import OptimizerSteps
 
 _CLOSED = "this session is closed; prepare the model again to go on"
@@ -100,7 +99,7 @@ class Session:
         self._joining = Joining(own, self._models, self._conversions, self._gradients)
         self._released = Released([o for o in own if isinstance(o, FusedOptimizer)], full) if release else None
         self._gradients.carry(earlier or {})
-        # released by close(), or with a session that is lost before it
+        # close() calls it, and so does the end of a session that nobody closed
         self._release_kernels = weakref.finalize(self, held_kernels(policy, device_type))
         self._release_kernels.atexit = False
 
@@ -125,7 +124,7 @@ class Session:
         """A region begins: the forward pass is to see 16-bit parameters."""
         self._check_open()
         self._in_regions = True
-        # not by a thread that evaluates while another one trains, and may be about to step
+        # A thread that only evaluates must leave gradients alone: another one may be about to step.
         if torch.is_grad_enabled() and not self._full.depth and self._joining.thread in (None, threading.get_ident()):
             self._gradients.rest()
             self._joining()
@@ -136,8 +135,8 @@ class Session:
     def full_precision(self, *, values_only: bool = False) -> Iterator[None]:
         """Inside, the model runs in float32, with its master weights: for validation, or an export.
 
-        Between steps only: gradients are put aside while it lasts. To these `session.backward` inside adds; those of a
-        plain `loss.backward()` inside end with it. Not in compiled code.
+        Use it between steps, and not in compiled code. Gradients are put aside while it lasts. `session.backward`
+        inside adds to them; gradients of a plain `loss.backward()` inside are dropped as it ends.
 
         Args:
             values_only: Parameters and buffers are to be read or written, and the model will not run.
@@ -190,8 +189,9 @@ class Session:
         if not sync:
             self._needs_gradients("backward(sync=False)")
             check_no_sync(self._models.values())
-        if kwargs.get("inputs") is not None:
-            kwargs["inputs"] = self._masters.inputs(kwargs["inputs"])
+        if (given := kwargs.get("inputs")) is not None:
+            inputs = [given] if isinstance(given, Tensor) else given
+            kwargs["inputs"] = [each for one in inputs for each in self._masters.behind(one)]
         scale = self._losses[name]
         seed = scale.seed(loss) if kwargs.get("gradient") is None else None  # saves the product, and its backward
         backward = scale.scale(loss).backward if seed is None else functools.partial(loss.backward, seed)
@@ -217,7 +217,8 @@ class Session:
             self._gradients.rest()
         for each in self._optimizers.values() if self._released is not None else ():
             self._gradients.follow(each)
-        self._order.check_backward(self._models if not self._attempts and self.policy.params in LOW_DTYPES else None)
+        self._joining.check()
+        self._order.check_backward()
         self._settle(name)
         if self._losses.scaled:
             self._order.scaled_pass(loss, self._losses[name])
@@ -241,11 +242,10 @@ class Session:
         if self._closed:
             raise SessionError(_CLOSED)
         scale = self._losses[self._losses.named(name)]
-        wanted = (inputs,) if isinstance(inputs, Tensor) else tuple(inputs)
-        scaled = scale.scale(outputs)
-        raw = torch.autograd.grad(scaled, wanted, torch.ones_like(scaled), create_graph=create_graph)
+        wanted = (inputs,) if isinstance(inputs, Tensor) else inputs
+        scaled = self._masters.grad(scale.scale(outputs), wanted, create_graph)
         inverse = scale.inverse(outputs.device)
-        return tuple(g.float() if inverse is None else g.float() * inverse.to(g.device) for g in raw)
+        return tuple(g if inverse is None else g * inverse.to(g.device) for g in scaled)
 
     def no_sync(self, *wrapped: nn.Module) -> AbstractContextManager[None]:
         """Inside, DistributedDataParallel and FSDP2 models do not exchange gradients: for micro-batches but the last.

@@ -58,24 +58,21 @@ class OptimizerSteps:
         self.loads = 0
         """How often states were loaded, which are in new tensors then."""
         self._stepping: Optimizer | None = None
+        self._handles: list[Any] = []
         for each in self.optimizers:
             if isinstance(each, FusedOptimizer):
                 each.lend(masters)
-        self._handles = [
-            handle
-            for each in self.optimizers
-            for handle in (
-                each.register_load_state_dict_pre_hook(self._before_load),
-                each.register_load_state_dict_post_hook(self._after_load),
-            )
-        ]
+            if not hasattr(each, "_optimizer_load_state_dict_pre_hooks"):  # of a class that does not call torch's
+                Optimizer.__setstate__(each, {})
+            self._handles.append(each.register_load_state_dict_pre_hook(self._before_load))
+            self._handles.append(each.register_load_state_dict_post_hook(self._after_load))
         _OPEN.add(self)
         self._modes = [
             (each, name, *self._in_float32(each, name)) for each in self.optimizers for name in modes_of(each)
         ]
 
     def _in_float32(self, optimizer: Any, name: str) -> tuple[Any, Any]:
-        """Have `optimizer.train` or `eval` find masters in the parameters, which it writes.
+        """Have `optimizer.train`, or another method, find masters in the parameters, which it writes.
 
         Returns what stands in its place now, and what stood in the instance before, if anything.
         """
@@ -84,16 +81,14 @@ class OptimizerSteps:
 
         @wraps(method)
         def run(*args: Any, **kwargs: Any) -> Any:
-            if {group.get("train_mode") for group in optimizer.param_groups} == {name == "train"}:
-                return method(*args, **kwargs)  # nothing to exchange: trainers call it before each step
-            if self._full.depth and not low:
-                return method(*args, **kwargs)  # they are in the parameters already
-            if low:  # without masters its states are 16-bit, as the parameters are
-                if self._full.depth:
-                    raise SessionError(
-                        f"{name}() of {type(optimizer).__name__} inside full_precision(), where parameters are float32 "
-                        "and without masters its states are 16-bit: call it outside"
-                    )
+            inside = self._full.depth > 0
+            same = {group.get("train_mode") for group in optimizer.param_groups} == {name == "train"}
+            if low and inside and not same:
+                raise SessionError(
+                    f"{name}() of {type(optimizer).__name__} inside full_precision(), where parameters are float32 "
+                    "and without masters its states are 16-bit: call it outside"
+                )
+            if same or inside or low:  # trainers call it before each step; or its states are as the parameters are
                 return method(*args, **kwargs)
             self._gradients.rest()
             with self._full:
@@ -221,8 +216,8 @@ class OptimizerSteps:
 class _OpenSessions:
     """Asks open sessions before any optimizer of the process steps: theirs, or another.
 
-    One hook for all. A session that is lost goes silently, and never takes a hook of torch's out: that may happen at
-    any line, also while torch goes through its hooks.
+    One hook serves all sessions. The end of a session that nobody closed does not remove it: the garbage collector may
+    run at any line, also while torch iterates over its hooks.
     """
 
     def __init__(self) -> None:
@@ -256,9 +251,13 @@ _OPEN = _OpenSessions()
 
 
 def modes_of(optimizer: Optimizer) -> tuple[str, ...]:
-    """The methods of an optimizer (of schedulefree, say) that exchange weights of training and of evaluation."""
-    both = ("train", "eval")
-    return both if all(callable(getattr(type(optimizer), name, None)) for name in both) else ()
+    """The methods of an optimizer that exchange weights of training and of evaluation (as schedulefree's do), and its
+    own way to load states, which need not call torch's hooks.
+    """
+    kind, both = type(optimizer), ("train", "eval")
+    modes = both if all(callable(getattr(kind, name, None)) for name in both) else ()
+    plain = isinstance(optimizer, FusedOptimizer) or kind.load_state_dict is Optimizer.load_state_dict
+    return modes if plain else (*modes, "load_state_dict")
 
 
 def _size(group: Mapping[str, Any]) -> int:

@@ -21,7 +21,7 @@ from ...report import Report
 from ...report.values import format_left
 from ..records import Rank, read_ranks
 from ..tell.comparison import Ran, build_comparison, losses_of, pairs_of
-from ..tell.report import NO_STEP, STRICT, build
+from ..tell.report import NO_STEP, STRICT, build, policy_seen
 from . import HOOK, VARIABLE
 
 Progress = Callable[[str], None]
@@ -69,11 +69,7 @@ class Script:
         paths = {"folder": str(folder), "base": str(self.base)}
         before = self.environment.get("PYTHONPATH", "")
         path = os.pathsep.join(part for part in (HOOK, before) if part)
-        return {
-            **self.environment,
-            VARIABLE: json.dumps({**paths, "steps": self.steps, **options}),
-            "PYTHONPATH": path,
-        }
+        return {**self.environment, VARIABLE: json.dumps({**paths, "steps": self.steps, **options}), "PYTHONPATH": path}
 
     def run(self, folder: Path, full: bool, offset: int) -> Ran:
         """One run in mixed or full precision with seeds shifted by `offset`; its output is kept, not shown."""
@@ -97,16 +93,13 @@ class Script:
         )
         status, seconds = _as_a_shell_has_it(status), time.monotonic() - begun
         skipped, metrics = sum(step["skipped"] for step in rank.steps), printed_numbers(stdout)
-        return Ran(name, full, offset, status, seconds, losses_of(rank), skipped, metrics, stderr[-600:], rank.findings)
+        ran = Ran(name, full, offset, status, seconds, losses_of(rank), skipped, metrics, stderr[-600:], rank.findings)
+        low = rank.facts.get("audit", {}).get("low", ())
+        ran.precision = policy_seen(rank) + (f" ({', '.join(low)})" if low else "") if looks else ""
+        return ran
 
 
-def examine_script(
-    script: Script,
-    *,
-    every: int,
-    replay: bool,
-    strict: bool,
-) -> tuple[int, Report, dict[str, Any]]:
+def examine_script(script: Script, *, every: int, replay: bool, strict: bool) -> tuple[int, Report, dict[str, Any]]:
     """Run a script to its end under observation; exit status, report, and the content of `report.json`.
 
     The status is the script's own (128 and the number of the signal that ended it), or 3 with `strict` when there is a

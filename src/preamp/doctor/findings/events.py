@@ -123,6 +123,8 @@ class LossNotScaled(NamedTuple):
     """Whether a session without a scale did it."""
     has_half_session: bool
     at: Line
+    has_half_parameters: bool
+    """Whether the parameters are float16 themselves: then their gradients are, and torch's scaler refuses those."""
 
 
 Clipper = Literal["apex", "session"] | None

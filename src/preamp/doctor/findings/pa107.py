@@ -62,11 +62,11 @@ class PA107(Check):
         fix = f"scaler = torch.amp.GradScaler()\n{_BY_SCALER}\n# or bfloat16, which needs no scale"
         if event.by_session and not event.is_scaled_elsewhere:
             why = "the session was prepared without a loss scale"
-            fix = (
-                "session = preamp.prepare(model, optimizer, level='O2')  # its scale is 'dynamic' unless told by scale="
-            )
+            fix = "session = preamp.prepare(model, optimizer, level='O2')  # and no scale=: it is dynamic then"
         elif event.has_half_session:
             fix = f"{_BY_SESSION}: it multiplies by the loss scale\nsession.step()"
+        elif event.has_half_parameters:  # whose gradients torch's scaler refuses to unscale
+            fix = f"session = preamp.prepare(model.float(), optimizer, level='O2')\n{_BY_SESSION}\n{_STEP_BY_SESSION}"
         yield self.finding(
             "warning",
             f"float16 gradients without a loss scale: {why}, so gradients below 6e-8 are flushed to zero",

@@ -79,8 +79,11 @@ class Origin:
         if self.from_data:
             came = "nan" if any(i.nan for i in self.inputs) else "inf" if any(i.inf for i in self.inputs) else self.kind
             return PA207.came_in(came, self.source, where, **self.where, step=step, evidence=evidence)
-        message = f"{spelled(self.op)} ({self.direction}) {where} made {self.kind} out of finite values"
-        return PA201.finding("error", message, **self.where, step=step, evidence=evidence)
+        masked = "softmax" in self.op and any(operand.inf for operand in self.inputs)
+        values = "a row that is masked whole" if masked else "finite values"
+        fix = "torch.finfo(scores.dtype).min  # instead of -inf in the mask" if masked else None
+        message = f"{spelled(self.op)} ({self.direction}) {where} made {self.kind} out of {values}"
+        return PA201.finding("error", message, fix, **self.where, step=step, evidence=evidence)
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +108,7 @@ class Diagnosis:
         step, source, fact = self.step, self.origin.source, self.fact
         found = self.origin.finding(step)
         if self.tried is not None:
-            found = replace(found, fix=self.fix, evidence={**_evidence(found), "tried": self.tried})
+            found = replace(found, fix=self.fix or found.fix, evidence={**_evidence(found), "tried": self.tried})
         if fact is not None and fact.kind != "not finite":
             place, lost = fact.place, "zero" if fact.kind == "lost" else f"off by {fact.error:.0%}"
             message = (

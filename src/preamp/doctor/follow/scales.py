@@ -111,7 +111,8 @@ class Scales:
         if self.in_half and not all(map(self._is_scaled, losses)):
             has_half = any(one.policy.compute is torch.float16 for one in self.sessions)
             at = self._run.backward_at
-            self._run.emit(LossNotScaled(self.scaler_at, self.are_used, self.by_session, has_half, at))
+            half = any(p.dtype is torch.float16 for p in self._run.parameters())
+            self._run.emit(LossNotScaled(self.scaler_at, self.are_used, self.by_session, has_half, at, half))
 
     def _is_scaled(self, loss: Tensor) -> bool:
         """Whether anybody put a scale on a loss. One that has come down to 1 is a scale all the same: PA203's."""

@@ -25,18 +25,7 @@ from ..records import NOWHERE, Line
 from ..shadow.remedies import Remedy, applied, run_kept
 from ..shadow.source import Readings
 from . import restore
-from .entries import (
-    KeptTensor,
-    Key,
-    ModelCall,
-    Named,
-    Op,
-    RandomState,
-    Ref,
-    call_again,
-    identity_of,
-    tensor_key,
-)
+from .entries import KeptTensor, Key, ModelCall, Named, Op, RandomState, Ref, call_again, identity_of, tensor_key
 
 _REGIONS = ("cpu", "cuda", MARKER)
 """Device types whose autocast regions are entered again."""

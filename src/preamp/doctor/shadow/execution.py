@@ -67,10 +67,7 @@ class Shadowed(Observer):
     everywhere = True
 
     def __init__(
-        self,
-        found: Callable[[Fact, Call | None], None],
-        limit: float | None = None,
-        readings: Readings | None = None,
+        self, found: Callable[[Fact, Call | None], None], limit: float | None = None, readings: Readings | None = None
     ) -> None:
         self.readings = Readings() if readings is None else readings
         self._found, self.shadows = found, Shadows(limit, self.readings.casts)

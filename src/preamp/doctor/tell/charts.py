@@ -43,19 +43,19 @@ def loss_chart(rank: Rank, worst: Finding | None = None) -> LineChart:
     """The loss of every attempt to step; skipped ones are marked, and the step of the worst finding."""
     x = [step["step"] for step in rank.steps]
     loss = Series("loss", x, [_number(step["loss"]) for step in rank.steps])
-    marks, spans = _skips(rank)
+    marks, spans = marked((step["step"] for step in rank.steps if step["skipped"]), "skipped")
     if worst is not None and worst.step is not None and not any(mark.x == worst.step for mark in marks):
         marks.append(Marker(float(worst.step), None, worst.code))
     return LineChart("Loss", "step", "loss", (loss,), markers=marks, spans=spans)
 
 
 def scale_chart(rank: Rank) -> LineChart | None:
-    """The loss scale, if there is one."""
-    if not any(step["scale"] for step in rank.steps):
+    """The loss scale, if there is one that changes."""
+    if len({step["scale"] for step in rank.steps}) < 2:
         return None
     x = [step["step"] for step in rank.steps]
     scale = Series("scale", x, [_number(step["scale"]) for step in rank.steps], steps=True)
-    marks, spans = _skips(rank)
+    marks, spans = marked((step["step"] for step in rank.steps if step["skipped"]), "skipped")
     return LineChart("Loss scale", "step", "scale", (scale,), y_log2=True, markers=marks, spans=spans)
 
 
@@ -183,10 +183,10 @@ def _spans(held: Format) -> tuple[Span, Span]:
     )
 
 
-def _skips(rank: Rank) -> tuple[list[Marker], list[Span]]:
-    """A rule for each step that was skipped, and a shade for several in a row; the first, and the longest, say so."""
+def marked(steps: Iterable[int], what: str) -> tuple[list[Marker], list[Span]]:
+    """A rule for each of these steps, and a shade for several in a row; the first and the longest say what."""
     rows: list[list[float]] = []
-    for at in (float(step["step"]) for step in rank.steps if step["skipped"]):
+    for at in map(float, steps):
         if rows and at == rows[-1][-1] + 1:
             rows[-1].append(at)
         else:
@@ -194,8 +194,8 @@ def _skips(rank: Rank) -> tuple[list[Marker], list[Span]]:
     rows = sorted(sorted(rows, key=len, reverse=True)[:MARKS])
     longest = max(rows, key=len, default=None)
     alone, several = ([row for row in rows if (len(row) > 1) is many] for many in (False, True))
-    marks = [Marker(row[0], None, "skipped" if row is alone[0] else "") for row in alone]
-    words = {id(longest): f"{len(longest)} steps skipped in a row" if longest else ""}
+    marks = [Marker(row[0], None, what if row is alone[0] else "") for row in alone]
+    words = {id(longest): f"{len(longest)} steps {what} in a row" if longest else ""}
     return marks, [Span(row[0], row[-1] + 1, words.get(id(row), "")) for row in several]
 
 

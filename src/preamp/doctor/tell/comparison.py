@@ -15,8 +15,9 @@ from typing import Any
 from ... import __version__
 from ...report import Finding, LineChart, Marker, Report, Section, Series, Status, Table, format_number, to_json
 from ..findings import glossary
-from ..findings.pa206 import PA206, Pair, Parity, Printed, parity, spell
+from ..findings.pa206 import LEAST, PA206, SPREADS, Pair, Parity, Printed, parity, spell
 from ..records import Rank
+from .charts import marked
 
 PRINTED = 5
 """Printed numbers of which a finding is made."""
@@ -39,6 +40,8 @@ class Ran:
     """Its end."""
     findings: Sequence[Finding] = ()
     """What the doctor found in it, where it looked."""
+    precision: str = ""
+    """What ran in which dtype, where it looked."""
 
     def to_dict(self) -> dict[str, Any]:
         """For the JSON file."""
@@ -72,8 +75,10 @@ def build_comparison(runs: Sequence[Ran], margin: float | None, command: list[st
     line = f"{failures(runs)}{verdict(found, len(pairs))}"
     findings = PA206().of(found, differing[:PRINTED], [each for ran in runs for each in ran.findings])
     line += "".join(f" But {one}." for one in differing[:1])
+    precision = next((ran.precision for ran in runs if ran.precision), "not looked at")
     environment = {
         "command": " ".join(command),
+        "mixed precision": precision,
         "pairs": len(pairs),
         "steps": max((len(ran.losses) for ran in runs), default=0),
         "seconds": round(sum(ran.seconds for ran in runs), 1),
@@ -81,7 +86,13 @@ def build_comparison(runs: Sequence[Ran], margin: float | None, command: list[st
         "processor": platform.processor() or platform.machine(),
         "preamp": __version__,
     }
-    sections = [Section("Result", "", (*findings, _results(runs, found)))]
+    share = f"at least {LEAST:.1%} of the loss, or {SPREADS:g} standard deviations of full precision over its seeds"
+    notes = (
+        "the loss is the mean of a run's last tenth of steps; a seed is the script's own plus the offset",
+        f"mixed is what the script runs: {precision}; full is the same in float32",
+        f"the margin is a difference that does not matter: {share if margin is None else f'{margin:.1%} of the loss'}",
+    )
+    sections = [Section("Result", "", (*findings, _results(runs, found, notes)))]
     metrics = _metrics(runs)
     if metrics is not None:
         sections.append(
@@ -166,27 +177,31 @@ def advice(found: Parity, command: Sequence[str]) -> tuple[str, str]:
     )
 
 
-def _results(runs: Sequence[Ran], found: Parity) -> Table:
+def _results(runs: Sequence[Ran], found: Parity, notes: Sequence[str]) -> Table:
     rows = [
         (f"+{ran.offset}", spell(a), spell(b), spell(a - b), ran.skipped, len(ran.losses))
         for (ran, _), a, b in zip(pairs_of(runs), found.mixed, found.full, strict=True)
     ]
-    notes = ("the loss is the mean of a run's last tenth of steps; a seed is the script's own plus the offset",)
     return Table("Final loss", ("seed", "mixed", "full", "difference", "skipped", "steps"), rows, notes=notes)
 
 
 def _losses(runs: Sequence[Ran], found: Parity) -> LineChart:
+    """Both precisions at each step over the same seeds: those whose two losses there are finite."""
+    pairs = [[*zip(mixed.losses, full.losses, strict=False)] for mixed, full in pairs_of(runs)]
+    steps = range(max(map(len, pairs), default=0))
+    at = [[pair[step] for pair in pairs if step < len(pair)] for step in steps]
+    finite = [[both for both in many if all(map(math.isfinite, both))] for many in at]
     series = []
-    for name, full in (("mixed precision", False), ("full precision", True)):
-        many = [ran.losses for ran in runs if ran.full is full]
-        steps = range(max(map(len, many), default=0))
-        at = [[one[step] for one in many if step < len(one) and math.isfinite(one[step])] for step in steps]
-        means = [statistics.fmean(values) if values else None for values in at]
-        lows, highs = [min(values, default=None) for values in at], [max(values, default=None) for values in at]
-        series.append(Series(name, steps, means, lows, highs, dashed=full))
-    marks = () if found.parted is None else (Marker(float(found.parted), None, "apart from here"),)
+    for side, name in enumerate(("mixed precision", "full precision")):
+        many = [[both[side] for both in pairs] for pairs in finite]
+        means = [statistics.fmean(values) if values else None for values in many]
+        lows, highs = [min(values, default=None) for values in many], [max(values, default=None) for values in many]
+        series.append(Series(name, steps, means, lows, highs, dashed=side == 1))
+    marks, spans = marked((step for step in steps if len(finite[step]) < len(at[step])), "not finite")
+    if found.parted is not None:
+        marks.append(Marker(float(found.parted), None, "apart from here"))
     note = "Lines are means over the seeds, bands reach from the lowest to the highest."
-    return LineChart("Loss", "step", "loss", series, markers=marks, note=note, against="full precision")
+    return LineChart("Loss", "step", "loss", series, markers=marks, spans=spans, note=note, against="full precision")
 
 
 def printed(runs: Sequence[Ran]) -> list[Printed]:

@@ -12,13 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from ... import __version__
-from ...report import (
-    Finding,
-    Picture,
-    Report,
-    Section,
-    to_json,
-)
+from ...report import Finding, Picture, Report, Section, to_json
 from ...report.files import write_text
 from ..findings import checks_at_end, glossary
 from ..findings.check import counted
@@ -50,7 +44,23 @@ def all_findings(ranks: list[Rank], base: Path) -> tuple[Finding, ...]:
             found.setdefault(key, []).append((finding, rank.rank))
     several = len({rank.rank for rank in ranks}) > 1
     merged = [_as_one(same) if several else same[0][0] for same in found.values()]
-    return without_echoes((*merged, *(judge(ranks) if several else ())))
+    return without_echoes(told_once((*merged, *(judge(ranks) if several else ()))))
+
+
+def told_once(findings: Iterable[Finding]) -> list[Finding]:
+    """What is said of a line in the same words of several modules as one finding, which names the others."""
+    found: dict[Any, list[Finding]] = {}
+    for one in sorted(findings):
+        place = (one.code, one.severity, one.message, one.file, one.line)
+        found.setdefault(place if one.line is not None else one, []).append(one)
+    return [_with(one, **{"also in": [each.module for each in rest]}) if rest else one for one, *rest in found.values()]
+
+
+def _with(finding: Finding, **evidence: Any) -> Finding:
+    """The same with more evidence."""
+    seen = finding.evidence
+    before = {} if seen is None else seen if isinstance(seen, dict) else {"seen": seen}
+    return replace(finding, evidence={**before, **evidence})
 
 
 def without_echoes(findings: Iterable[Finding]) -> tuple[Finding, ...]:
@@ -74,20 +84,19 @@ def judge(ranks: Sequence[Rank]) -> list[Finding]:
 
 def _as_one(same: list[tuple[Finding, int]]) -> Finding:
     finding, first = min(same, key=lambda one: (one[0].step is None, one[0].step or 0, one[1]))
-    evidence = dict(finding.evidence) if isinstance(finding.evidence, dict) else {"seen": finding.evidence}
-    evidence["ranks"] = sorted({rank for _, rank in same})
-    if len({one.step for one, _ in same}) > 1:
-        evidence["first on rank"] = first
-    return replace(finding, evidence=evidence)
+    where = {"first on rank": first} if len({one.step for one, _ in same}) > 1 else {}
+    return _with(finding, ranks=sorted({rank for _, rank in same}), **where)
 
 
-def verdict(findings: tuple[Finding, ...], steps: int, ended: str, precision: str, looked: str = "") -> str:
+def verdict(
+    findings: tuple[Finding, ...], steps: int, ended: str, precision: str, looked: str = "", skipped: int = 0
+) -> str:
     """The one line to remember."""
     if not steps and all(finding.severity == "info" for finding in findings):
         own = " Mend the script's own error first." if ended.startswith("ended ") else ""
         hint = f" {NO_STEP}" if ended.startswith("ran to its end") else own
         return f"No optimizer step was seen: {ended}. There is nothing to judge the precision by.{hint}"
-    tail = f" {steps} steps; {ended}."
+    tail = f" {steps} steps{f', {skipped} of them skipped' if skipped else ''}; {ended}."
     if all(finding.severity == "info" for finding in findings):
         if precision == UNSEEN:
             return f"Nothing was found, but no operator could be looked at: compiled code, or no model called.{tail}"
@@ -131,7 +140,8 @@ def build(
     first = next((rank for rank in ranks if rank.steps), None)
     steps = max((len(rank.steps) for rank in ranks), default=0)
     precision = policy_seen(first)
-    line = verdict(findings, steps, ended, precision, looked_at(first))
+    skipped = sum(step["skipped"] for step in first.steps) if first is not None else 0
+    line = verdict(findings, steps, ended, precision, looked_at(first), skipped)
     died = next((rank.facts["in_float32"] for rank in ranks if "in_float32" in rank.facts), None)
     if died is not None:
         line += (
@@ -159,11 +169,8 @@ def build(
     sections: list[Section | None] = [Section("Findings", "" if findings else "Nothing was found.", findings)]
     shown = None
     if first is not None:
-        samples = first.many.get("telemetry", [])
-        has_fp16 = ran_fp16(first)
-        spread_out = magnitudes(samples, has_fp16)
         shown = picture(first, findings[0] if serious else None)
-        sections += [_timeline(first, shown), spread_out]
+        sections += [_timeline(first, shown), magnitudes(first.many.get("telemetry", []), ran_fp16(first))]
     content: dict[str, Any] = to_json(
         {
             "schema": "preamp-doctor/1",
