@@ -17,6 +17,7 @@ from preamp import checkpoint
 from preamp.compat.apex import optimizers as apex_optimizers
 from preamp.errors import CheckpointError, OptimizerError
 
+from ..releases import TORCH
 from ..rows import check_rows, over
 
 
@@ -392,7 +393,8 @@ def test_states_of_another_optimizer(files: Callable[[str, int], Path], wanted: 
                 assert not steps, f"{saved} into {wanted}"
         else:
             checkpoint.load(files(saved, steps), model=other, optimizer=fresh)
-            train(other, fresh)
+            if (wanted, steps) != ("torch.Adagrad", 0) or TORCH >= (2, 7):  # 2.6's needs sums from its constructor
+                train(other, fresh)
 
 
 @pytest.mark.parametrize("name", ["several", "", "a.b", "amp", "digest", "self", "state", "model.weight", "path "])

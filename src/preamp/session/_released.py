@@ -119,9 +119,9 @@ class Released:
         """End the steps since the last call, of all optimizers. `check`: called before that."""
         if len(chosen) < len(self._optimizers):
             self.refuse("step(optimizer) of one of several optimizers")
-        for optimizer in self._optimizers:
-            for parameter in parameters_of(optimizer):  # hooks do not see gradients that were assigned, or handed over
-                self.came(optimizer, parameter)
+        for own in self._optimizers:
+            for parameter in parameters_of(own):  # hooks do not see gradients that were assigned, or handed over
+                self.came(own, parameter)
         parameters, every = list(self._read), list(self._read.values())
         self._read.clear()
         check(parameters, chosen)
