@@ -37,6 +37,7 @@ OPTIMIZERS: dict[str, tuple[str | None, Make]] = {
     "o5_adamw": ("O5", lambda p: optim.AdamW(p, lr=1e-2, amsgrad=True)),
     "o5_adamw_split": ("O5", lambda p: optim.AdamW(p, lr=1e-2, master="split")),
     "o5_adam_split_8bit": ("O5", lambda p: optim.Adam(p, lr=1e-2, master="split", states="8bit")),
+    "o5_adam_split24_8bit": ("O5", lambda p: optim.Adam(p, lr=1e-2, master="split24", states="8bit")),
     "o5_sgd": ("O5", lambda p: optim.SGD(p, lr=1e-2, momentum=0.9)),
     "o5_adagrad": ("O5", lambda p: optim.Adagrad(p, lr=1e-2)),
     "o5_lamb": ("O5", lambda p: optim.LAMB(p, lr=1e-2)),
