@@ -264,7 +264,6 @@ class Session:
 
         Until `step`, parameters with masters hold their masters, so that `.grad` has the dtype of the parameter.
         """
-        self._check_open()
         self._needs_gradients("unscale_()")
         self._order.check_full("unscale_()")
         for each in selected(self._optimizers, optimizer):
@@ -286,9 +285,8 @@ class Session:
         Returns:
             The norm before, 0-d float32; not finite if the step will be skipped.
         """
-        self._check_open()
-        chosen = selected(self._optimizers, optimizer)
         self._needs_gradients("clip_grad_norm_()")
+        chosen = selected(self._optimizers, optimizer)
         self._order.check_clip("clip_grad_norm_", chosen, self._shares)
         for each in chosen:
             self._steps.read(each)
@@ -302,9 +300,8 @@ class Session:
             clip_value: Entries end within `[-clip_value, clip_value]`.
             optimizer: Only its gradients; None for those of all.
         """
-        self._check_open()
-        chosen = selected(self._optimizers, optimizer)
         self._needs_gradients("clip_grad_value_()")
+        chosen = selected(self._optimizers, optimizer)
         self._order.check_clip("clip_grad_value_", chosen)
         self.unscale_(optimizer)
         for each in chosen:
@@ -395,7 +392,6 @@ class Session:
         >>> for x, y in loader:
         ...     loss = step(x, y)
         """
-        self._check_open()
         self._needs_gradients("capture()")
         return CapturedStep(self, function, warmup)
 
@@ -544,6 +540,7 @@ class Session:
             check_sharded_late(self._models.values())
 
     def _needs_gradients(self, call: str) -> None:
+        self._check_open()
         if self._released is not None:
             self._released.refuse(call)
 
