@@ -242,3 +242,36 @@ def test_an_optimizer_without_gradients(level: str, library: str) -> None:
         assert not run.session.step(run.optimizers[1]).skipped
     moved = run.moved()
     assert moved[0].any() and not moved[1].any()
+
+
+@over(level=[*SCALED, *PLAIN], library=LIBRARIES, call=["clip_grad_norm_", "clip_grad_value_", "unscale_", "step",
+      "zero_grad"])  # fmt: skip
+def test_what_is_meant_for_gradients_that_are_put_aside(level: str, library: str, call: str) -> None:
+    """Inside full_precision, which has put them aside: an error, and nothing has happened."""
+    run = Run(level, library)
+    run.session.backward(run.loss())
+    aside = pytest.raises(SessionError, match=r"has put the gradients from before it aside")
+    with run.session.full_precision(), aside:
+        getattr(run.session, call)(*((0.01,) if "clip" in call else ()))
+    assert run.session.step().grad_norm > 0.1
+    (moved,), (right,) = run.moved(), run.true_step(1)
+    assert (moved - right).norm() < 0.02 * right.norm()
+
+
+@over(level=[*SCALED, *PLAIN], library=LIBRARIES, cleared=["first", "last", "given up"])
+def test_whole_steps_in_full_precision(level: str, library: str, cleared: str) -> None:
+    run = Run(level, library)
+    for seed in (1, 2):
+        if cleared == "given up" and seed == 1:
+            run.session.backward(run.loss())
+            run.optimizers[0].zero_grad()
+        with run.session.full_precision():
+            if cleared == "first":
+                run.optimizers[0].zero_grad()
+            run.session.backward(run.model(torch.ones(4, 8)).square().mean())
+            run.session.clip_grad_norm_(0.1)
+            run.session.step()
+            if cleared != "first":
+                run.session.zero_grad()
+    (moved,) = run.moved()
+    assert 0.018 < moved.norm() < 0.0201

@@ -135,9 +135,9 @@ class PendingScales:
         self._ran.add(name)
         return first
 
-    def failed(self, name: str) -> None:
-        """Undo `ran`."""
-        self._ran.discard(name)
+    def forget(self, *names: str) -> None:
+        """Undo `ran`: the backward pass failed, or its gradients were cleared."""
+        self._ran.difference_update(names)
 
     def has_stepped(self, optimizer: Optimizer) -> bool:
         """Whether an optimizer has stepped since the last backward pass, while others have not."""
@@ -208,10 +208,6 @@ class PendingScales:
         self._stepped.clear()
         self.due.clear()
         self._records.clear()
-
-    def forget_backward(self) -> None:
-        """Drop the backward passes whose gradients were zeroed."""
-        self._ran.clear()
 
 
 def named_values(value: Any, what: str) -> dict[str, Any]:

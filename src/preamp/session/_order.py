@@ -115,11 +115,19 @@ class CallOrder:
 
     # -- between backward and step
 
+    def check_full(self, call: str) -> None:
+        """Refuse a call in full precision that is meant for gradients which that has put aside."""
+        if self._full.depth and self._full.waiting:
+            raise SessionError(
+                f"{call} inside full_precision(), which has put the gradients from before it aside: call it outside"
+            )
+
     def check_clip(self, name: str, chosen: Sequence[Optimizer], shares: bool = False) -> None:
         """Check that there are gradients to clip: from a backward pass to the step.
 
         `shares`: optimizers have parameters in common, which clip one by one.
         """
+        self.check_full(f"{name}()")
         if shares and len(chosen) > 1:
             raise SessionError(
                 "optimizers of this session have parameters in common, whose gradients would be clipped once for each: "
@@ -141,6 +149,7 @@ class CallOrder:
 
     def check_step(self, chosen: Sequence[Optimizer], steps: int) -> list[str]:
         """Check a step of some optimizers; returns the losses whose gradients it applies. `steps`: made before."""
+        self.check_full("step()")
         losses, pending = self._losses, self._pending
         if self._ours and losses.scaled:
             self._check_all_came(chosen)
@@ -182,20 +191,15 @@ class CallOrder:
                     "of its own"
                 )
 
-    def check_gradients(self, parameters: Sequence[Parameter], chosen: Sequence[Optimizer]) -> None:
+    def check_gradients(self, parameters: Sequence[Parameter]) -> None:
         """Check that a step after a scaled backward pass has gradients; a stage of a pipeline may have none."""
         if parameters or self._is_stage or not self._losses.scaled:
             return
-        part = (
-            f". An optimizer ({type(chosen[0]).__name__} here) whose parameters had no part in this loss need not be "
-            "stepped: leave it out, session.step(optimizer) of the others"
-            if len(chosen) < len(self._optimizers)
-            else ""
-        )
         raise SessionError(
             "step() finds no gradient, and would change nothing: they were cleared after session.backward(), or the "
             "loss reaches no parameter of the optimizer. Clear gradients after session.step(), or before the forward "
-            f"pass{part}"
+            "pass. An optimizer whose parameters had no part in this loss need not be stepped: leave it out, "
+            "session.step(optimizer) of the others"
         )
 
     def stepped(self, chosen: Sequence[Optimizer]) -> None:
@@ -250,7 +254,7 @@ class BackwardPass:
         order._ours -= 1
         order._others.mark(self._before)
         if failed is not None and self._first:
-            order._pending.failed(self._name)
+            order._pending.forget(self._name)
         if failed is not None and self._released is not None:
             self._released.forget(self._stepped)
 

@@ -56,14 +56,10 @@ class OtherLeaves:
 
     def gradients(self) -> list[tuple[Tensor, Tensor | None, int]]:
         """Each leaf with its gradient, and that one's version, before a scaled backward pass."""
-        return [(leaf, leaf.grad, _version(leaf.grad)) for leaf in self if leaf.requires_grad]
+        return [(leaf, leaf.grad, getattr(leaf.grad, "_version", -1)) for leaf in self if leaf.requires_grad]
 
     def mark(self, before: list[tuple[Tensor, Tensor | None, int]]) -> None:
         """Mark the gradients that a scaled backward pass has changed."""
         for leaf, grad, version in before:
-            if leaf.grad is not None and (leaf.grad is not grad or _version(grad) != version):
+            if leaf.grad is not None and (leaf.grad is not grad or getattr(grad, "_version", -1) != version):
                 setattr(leaf.grad, _MARK, leaf.grad._version)
-
-
-def _version(gradient: Tensor | None) -> int:
-    return -1 if gradient is None else gradient._version

@@ -191,7 +191,8 @@ class FullPrecision:
         """How many are inside now."""
         self.begun = False
         """Whether `leave` has anything to undo."""
-        self._counts = False
+        self._counts = self.waiting = False
+        """`waiting`: whether gradients were put aside that no step has used."""
         self._nodes, self._first_node = RegionNodes(), 0
 
     def made(self, loss: Tensor) -> bool:
@@ -206,7 +207,7 @@ class FullPrecision:
     def enter(self) -> None:
         """Turn models to float32. `SessionError` if masters cannot be swapped in; call `leave` then."""
         self._aside = {p: p.grad for model in self._models for p in model.parameters() if p.grad is not None}
-        self.begun = True
+        self.begun, self.waiting = True, self.waiting and bool(self._aside)
         self._exports = Exports()
         self._masters.full()
         for parameter in self._aside:

@@ -124,7 +124,7 @@ class Released:
                 self.came(own, parameter)
         parameters, every = list(self._read), list(self._read.values())
         self._read.clear()
-        check(parameters, chosen)
+        check(parameters)
         for optimizer in chosen:
             optimizer.step()  # without gradients: for hooks, and schedulers, which ask whether it was called
         home = every[0].found.device

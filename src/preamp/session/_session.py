@@ -152,6 +152,7 @@ class Session:
         if self._sharded and not values_only and self.policy.compute is not torch.float32:
             check_gathered_full(self._models.values())
         self._gradients.rest()
+        self._full.waiting = self._pending.running and not all(map(self._pending.has_stepped, self._steps.optimizers))
         with self._full, torch.autocast(self.device_type, enabled=False):
             yield
 
@@ -263,8 +264,8 @@ class Session:
 
         Until `step`, parameters with masters hold their masters, so that `.grad` has the dtype of the parameter.
         """
-        self._check_open()
         self._needs_gradients("unscale_()")
+        self._order.check_full("unscale_()")
         for each in selected(self._optimizers, optimizer):
             self._steps.read(each)
             self._gradients.make_true(each)
@@ -284,9 +285,8 @@ class Session:
         Returns:
             The norm before, 0-d float32; not finite if the step will be skipped.
         """
-        self._check_open()
-        chosen = selected(self._optimizers, optimizer)
         self._needs_gradients("clip_grad_norm_()")
+        chosen = selected(self._optimizers, optimizer)
         self._order.check_clip("clip_grad_norm_", chosen, self._shares)
         for each in chosen:
             self._steps.read(each)
@@ -300,9 +300,8 @@ class Session:
             clip_value: Entries end within `[-clip_value, clip_value]`.
             optimizer: Only its gradients; None for those of all.
         """
-        self._check_open()
-        chosen = selected(self._optimizers, optimizer)
         self._needs_gradients("clip_grad_value_()")
+        chosen = selected(self._optimizers, optimizer)
         self._order.check_clip("clip_grad_value_", chosen)
         self.unscale_(optimizer)
         for each in chosen:
@@ -359,12 +358,13 @@ class Session:
     def zero_grad(self, set_to_none: bool = True, *, optimizer: Optimizer | None = None) -> None:
         """Clear the gradients of all optimizers (and of the models' other parameters), or of one optimizer."""
         self._check_open()
+        self._order.check_full("zero_grad()")
         for each in selected(self._optimizers, optimizer):
             self._gradients.forget(each)
             self._pending.void(each)
             each.zero_grad(set_to_none)
         if optimizer is None:
-            self._pending.forget_backward()
+            self._pending.forget(*self._losses)
             if self._released is not None:
                 self._released.zeroed()
             for model in self._models.values():
@@ -392,7 +392,6 @@ class Session:
         >>> for x, y in loader:
         ...     loss = step(x, y)
         """
-        self._check_open()
         self._needs_gradients("capture()")
         return CapturedStep(self, function, warmup)
 
@@ -541,14 +540,15 @@ class Session:
             check_sharded_late(self._models.values())
 
     def _needs_gradients(self, call: str) -> None:
+        self._check_open()
         if self._released is not None:
             self._released.refuse(call)
 
-    def _check_stepping(self, parameters: Sequence[nn.Parameter], chosen: Sequence[Optimizer]) -> None:
+    def _check_stepping(self, parameters: Sequence[nn.Parameter]) -> None:
         """Check the parameters that have gradients, before they are stepped."""
         if self.policy.params is torch.float32:
             check_not_cast(parameters, self._named)
-        self._order.check_gradients(parameters, chosen)
+        self._order.check_gradients(parameters)
 
     def _settle(self, name: str | None) -> None:
         """Update the scale of a loss, or all, from the steps since then."""

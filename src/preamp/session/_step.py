@@ -28,8 +28,8 @@ from ._losses import Losses, PendingScales
 from ._others import OtherLeaves
 from ._regions import FullPrecision
 
-Check = Callable[[Sequence[Parameter], Sequence[Optimizer]], None]
-"""Checks the parameters with gradients that some optimizers are about to step."""
+Check = Callable[[Sequence[Parameter]], None]
+"""Checks the parameters with gradients that are about to be stepped."""
 
 Taken = tuple[list[Parameter], Reading, Tensor, bool | None]
 """The parameters that had gradients, what was read of these, their true norm, and whether an optimizer skipped (None:
@@ -109,7 +109,7 @@ class OptimizerSteps:
         readings = [self.read(each, steps_next=len(chosen) == 1) for each in chosen]
         norm = self._gradients.norm_of_all(chosen)
         parameters = list(chain.from_iterable(self._gradients[each].parameters for each in chosen))
-        check(parameters, chosen)
+        check(parameters)
         skipped: list[bool | None] = []
         try:
             for each, reading in zip(chosen, readings, strict=True):
