@@ -31,7 +31,7 @@ from tests.kernels.steps import (
     gradients,
 )  # fmt: skip
 
-from .training import no_waiting
+from .training import captured, no_waiting
 
 pytestmark = pytest.mark.gpu
 pytest.importorskip("triton")
@@ -69,29 +69,23 @@ def test_a_captured_step_is_the_step(name: str, options: dict[str, Any]) -> None
     params = awkward("cuda", 50)[1:8]
     options = {**options, "lr": number(float(options["lr"]))}
     run = Run(name, options, params, [p.to(torch.float16) for p in params])
-    source = [torch.zeros_like(p, dtype=torch.float16) for p in params]
     factor, found = number(0.5), number(0.0)
-    warm = run.twin()
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        for i in range(3):
-            warm.take(gradients(params, torch.float16, i), factor, found)
-    torch.cuda.current_stream().wait_stream(side)
+    other = run.twin()
     run.first = False  # the first step of gradient descent with momentum is another kernel
     twin = run.twin()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        run.take([s * 1 for s in source], factor, found)
+
+    def warm() -> None:
+        for i in range(3):
+            other.take(gradients(params, torch.float16, i), factor, found)
+
+    replay = captured(lambda grads: run.take(grads, factor, found), params, torch.float16, warm)
     for i in range(6):
         values = gradients(params, torch.float16, 10 + i)
-        for s, value in zip(source, values, strict=True):
-            s.copy_(value)
         found.fill_(float(i == 3))
         options["lr"].mul_(0.9)
-        graph.replay()
+        replay(values)
         twin.take(values, factor, found)
-        warm.take(values, factor, found)
+        other.take(values, factor, found)
         assert all(torch.equal(a, b) for a, b in zip(run.everything(), twin.everything(), strict=True)), i
 
 
@@ -195,28 +189,22 @@ def test_a_captured_step_of_muon_is_the_step_and_nothing_waits() -> None:
     params = [torch.randn(shape, device="cuda") for shape in ((64, 96), (96, 64), (64, 96))]
     runs = [([p.clone() for p in params], [torch.zeros_like(p) for p in params]) for _ in range(2)]
     options = {**muon.MUON, "lr": number(0.02), "factor": number(0.5), "found": number(0.0)}
-    source = [torch.zeros_like(p, dtype=torch.bfloat16) for p in params]
 
     def take(run: Any, grads: Any) -> None:
         fused.muon_(run[0], grads, run[1], None, None, **options)
 
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        warm = ([p.clone() for p in params], [torch.zeros_like(p) for p in params])
-        take(warm, source), take(warm, source)
-    torch.cuda.current_stream().wait_stream(side)
-    with no_waiting():
-        take(warm, source)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        take(runs[0], [s * 1 for s in source])
+    def warm() -> None:
+        other = [p.clone() for p in params], [torch.zeros_like(p) for p in params]
+        zeros = [torch.zeros_like(p, dtype=torch.bfloat16) for p in params]
+        take(other, zeros), take(other, zeros)
+        with no_waiting():
+            take(other, zeros)
+
+    replay = captured(lambda grads: take(runs[0], grads), params, torch.bfloat16, warm)
     for i in range(4):
         values = gradients(params, torch.bfloat16, i)
-        for s, value in zip(source, values, strict=True):
-            s.copy_(value)
         options["found"].fill_(float(i == 2))
-        graph.replay()
+        replay(values)
         take(runs[1], values)
         for a, b in zip((*runs[0][0], *runs[0][1]), (*runs[1][0], *runs[1][1]), strict=True):
             assert torch.equal(a, b), i

@@ -82,3 +82,25 @@ def train_step(model: nn.Module, session: preamp.Session, clip: float | None = 1
         return loss.detach()
 
     return step
+
+
+def captured(
+    take: Callable[[list[Tensor]], object], params: list[Tensor], dtype: torch.dtype, warm: Callable[[], None]
+) -> Callable[[list[Tensor]], None]:
+    """Replays, for other gradients, a graph of `take`, which gets them; `warm` runs on a side stream before."""
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        warm()
+    torch.cuda.current_stream().wait_stream(side)
+    source = [torch.zeros_like(p, dtype=dtype) for p in params]
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        take([s * 1 for s in source])
+
+    def replay(grads: list[Tensor]) -> None:
+        for s, grad in zip(source, grads, strict=True):
+            s.copy_(grad)
+        graph.replay()
+
+    return replay

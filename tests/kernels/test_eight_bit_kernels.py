@@ -8,14 +8,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from .eight_bits import KINDS, OPTIONS, SETTINGS, Run
+from .eight_bits import KINDS, OPTIONS, SETTINGS, Run, check_kernels
 from .steps import awkward, by_operators, check_found_writes_nothing, far, gradients
 from .where import inside
 
 pytest.importorskip("triton")
-
-CODES = 1
-"""Codes of kernel and reference may lie so far apart, where a last bit of float32 decides; 0 were seen."""
 
 
 def layouts() -> list[Tensor]:
@@ -30,25 +27,7 @@ CASES += [("published", SETTINGS[1], torch.float16), ("split", SETTINGS[2], torc
 @inside
 @pytest.mark.parametrize(("kind", "options", "dtype"), CASES)
 def test_kernels_do_what_operators_do(kind: str, options: dict[str, Any], dtype: torch.dtype) -> None:
-    run = Run(kind, options, layouts())
-    twin = run.twin()
-    for i, factor in enumerate([None, 0.25, 0.3]):
-        grads = gradients(run.params, dtype, i, same_layout=i != 1)
-        times = None if factor is None else torch.tensor(factor)
-        with by_operators():
-            twin.take([g.clone() for g in grads], times, torch.tensor(0.0))
-        run.take(grads, times, torch.tensor(0.0) if i else None)
-    units = {"stochastic": 0, "nearest": 0, "split24": 256}.get(kind, 4)  # those 16-bit weights are equal
-    assert far(run.masters(), twin.masters()) <= units
-    for mine, theirs in zip(run.moments, twin.moments, strict=True):
-        for a, b in zip(mine, theirs, strict=True):
-            if a.dtype is torch.float32:
-                assert torch.allclose(a, b, rtol=1e-6, atol=0)
-            elif a.numel():
-                assert int((a.int() - b.int()).abs().max()) <= CODES
-    for p, low in zip(run.params, run.lows or [], strict=kind == "published"):
-        assert low is not None and torch.equal(low, p.to(low.dtype))
-    assert float(run.step) == float(twin.step) == 3
+    check_kernels(kind, options, dtype, layouts())
 
 
 @inside
