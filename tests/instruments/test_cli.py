@@ -186,6 +186,7 @@ def test_a_gpu_that_is_not_there_is_named(monkeypatch: pytest.MonkeyPatch) -> No
         (("plan", "--params", "1M", "--optimizer", "adam,states=8"), "states=8.0: write 'float32', or '8bit'"),
         (("plan", "--params", "1M", "--optimizer", "adam,speed=9"), "unexpected keyword argument 'speed'"),
         (("doctor", "nowhere.py"), "Write its path, as in path/to/script.py, or -m package.module"),
+        (("run", "torchrun"), "torchrun is -m torch.distributed.run"),
         *(((verb, NOTEBOOK), "jupyter nbconvert --to script makes a script") for verb in ("doctor", "compare", "run")),
     ],
 )

@@ -157,7 +157,7 @@ def command(target: str, arguments: Sequence[str], as_module: bool) -> list[str]
     """The command line of the interpreter that runs us, flags included. `NothingToRun` if there is no such script."""
     if target.startswith("-"):
         raise NothingToRun(f"there is no option {target}; this command's own are listed by --help, and come first")
-    where = "Write its path, as in path/to/script.py, or -m package.module for what is run by python -m"
+    where = "Write its path, as in path/to/script.py, or -m package.module; torchrun is -m torch.distributed.run"
     if not as_module and not Path(target).exists():
         raise NothingToRun(f"there is no script {target!r} in {Path.cwd()}. {where}")
     if target.endswith(".ipynb"):
