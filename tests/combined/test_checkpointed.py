@@ -15,7 +15,7 @@ import torch
 import torch._dynamo
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
-from torch.utils.checkpoint import CheckpointPolicy, checkpoint
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, checkpoint_sequential
 from torch.utils.checkpoint import create_selective_checkpoint_contexts as selective
 
 import preamp
@@ -129,6 +129,16 @@ def test_the_wrapper_module(level: str, when: str) -> None:
 
     ours = train(level, wrapped(model)) if when == "before" else train(level, model, after=wrapped)
     check_same(ours, reference(level))
+
+
+@over(level=LEVELS, kind=[True, False])
+def test_checkpoint_sequential(level: str, kind: bool) -> None:
+    class Sequence(Net):
+        def forward(self, x: Tensor) -> Tensor:
+            hidden = checkpoint_sequential(nn.Sequential(*self.blocks), 2, self.first(x), use_reentrant=kind)
+            return self.head(hidden.mean(1))
+
+    check_same(train(level, Sequence()), reference(level))
 
 
 @over(level=LEVELS, backward=["no region", "session's region", "other region"])

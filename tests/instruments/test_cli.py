@@ -46,6 +46,10 @@ def test_verbs_are_frozen() -> None:
     assert names == verbs.split()
 
 
+def test_version() -> None:
+    assert invoke("--version").strip() == f"preamp {preamp.__version__}"
+
+
 @pytest.mark.parametrize("how", ["-m", "-c"])
 def test_the_version_is_told_at_once(how: str) -> None:
     installed = "import sys; sys.argv[0] = '/bin/preamp'; from preamp.cli import main; main()"
