@@ -339,3 +339,27 @@ def test_a_model_cast_to_float32_inside_a_session_is_trained(level: str, make: s
     assert same(full, closed) and all(p.dtype is torch.float32 for p in full)
     for one, other, begun in zip(low, full, weights(mlp()), strict=True):
         assert float((other - one).norm()) <= 0.2 * float((one - begun).norm()), "it moves as without the cast"
+
+
+@pytest.mark.parametrize("master", ["float32", "split", "split24"])
+def test_masters_of_an_optimizer_that_has_stepped_by_itself_are_taken_over(master: str) -> None:
+    torch.manual_seed(0)
+    x, y = batch(0)
+    model = nn.Sequential(nn.Linear(x.shape[1], 32), nn.GELU(), nn.Linear(32, int(y.max()) + 1)).bfloat16()
+    optimizer = preamp.optim.AdamW(model.parameters(), lr=1e-3, master=master)
+    for _ in range(3):
+        F.cross_entropy(model(x.bfloat16()).float(), y).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    own = "master" if master == "float32" else "master_bits"
+    kept = {p: optimizer.state[p][own].clone() for p in model.parameters()}
+    with torch.no_grad():
+        next(model.parameters())[0].fill_(3.0)  # written since: that wins
+    with preamp.prepare(model, optimizer, level="O5") as session:
+        masters = session.state_dict()["masters"]
+        for name, parameter in model.named_parameters():
+            ours = masters[name] if master == "float32" else masters[name][1]
+            rows = slice(1, None) if name == "0.weight" else slice(None)
+            assert torch.equal(ours[rows], kept[parameter][rows]) and kept[parameter].float().abs().sum() > 0
+        wide = masters["0.weight"] if master == "float32" else masters["0.weight"][0]
+        assert (wide[0] == 3).all()

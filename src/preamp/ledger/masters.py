@@ -343,6 +343,14 @@ class Masters:
                 self._take(parameter, leaf, whole(leaf.name, state[leaf.name]))
                 self._note(parameter, leaf)
 
+    def take_over(self, kept: Mapping[Parameter, Tensor | None]) -> None:
+        """Take what an optimizer has kept for its own steps, in the form in which these masters are kept."""
+        for parameter, leaf in self._leaves.items():
+            master = kept.get(parameter)
+            if master is not None:
+                leaf.stored, self._agreed.versions[leaf.number] = master, -1
+                self._follow(parameter, leaf)
+
     def _take(self, parameter: Parameter, leaf: Leaf, wide: Tensor) -> None:
         """Keep a master that is loaded, and round it into its parameter."""
         leaf.stored.copy_(wide)

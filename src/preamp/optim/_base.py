@@ -19,15 +19,7 @@ from ..compiling import uncompiled
 from ..errors import OptimizerError
 from ..formats import LOW_DTYPES
 from ..kernels import present_in, reciprocal
-from ..ledger import (
-    Bucket,
-    Buckets,
-    Collected,
-    Masters,
-    Steps,
-    gradients_of,
-    parameters_of,
-)
+from ..ledger import Bucket, Buckets, Collected, Masters, Steps, gradients_of, parameters_of
 from ..sharding import any_sharded
 from ._loading import Loading
 
@@ -319,10 +311,12 @@ class FusedOptimizer(Loading):
     # -- masters
 
     def lend(self, masters: Masters | None) -> None:
-        """Step with the masters of a session, which saves them itself; None gives them back.
+        """Step with the masters of a session, which takes over and saves those kept here; None gives them back.
 
         States that a session without masters had in 16 bits are float32 then, as a step with masters needs them.
         """
+        if masters is not None and not self._lent:
+            masters.take_over({param: state.get(self._master_key) for param, state in self.state.items()})
         self._masters, self._lent = (self._own_masters(), False) if masters is None else (masters, True)
         self._buckets.clear()
         for parameter, state in self.state.items():
