@@ -18,7 +18,7 @@ import preamp
 from preamp.errors import PreampWarning, SessionError
 
 from ..rows import over
-from .toys import LEVELS, loss_of, mlp, same, weights
+from .toys import LEVELS, batch, loss_of, mlp, same, weights
 
 T = TypeVar("T")
 
@@ -258,3 +258,20 @@ def test_a_table_of_positions_that_stays_float32_meets_16_bit_weights(level: str
         assert not session.step().skipped
         with session.full_precision(), torch.no_grad():
             assert model(x).dtype is torch.float32
+
+
+@pytest.mark.parametrize("level", ["O2", "O5"])
+def test_a_copy_that_is_cast_to_float32_computes_in_it(level: str) -> None:
+    """As averages of weights are made: copy.deepcopy(model).float(). A copy that only moves goes on casting."""
+    model = mlp()
+    with preamp.prepare(model, torch.optim.SGD(model.parameters(), 0.1), level=level) as session:
+        average, moved = copy.deepcopy(model).float(), copy.deepcopy(model).to("cpu")
+        x, _ = batch(0)
+        assert {p.dtype for p in average.parameters()} == {torch.float32} and average(x).dtype is torch.float32
+        with torch.no_grad(), session.full_precision():
+            exact = copy.deepcopy(model)
+            for p, q in zip(exact.parameters(), average.parameters(), strict=True):
+                p.copy_(q)
+            assert torch.equal(average(x), exact(x))
+        with session.autocast():
+            assert torch.equal(moved(x), model(x))

@@ -52,6 +52,8 @@ class Casting:
 
     stays: bool = False
     """Whether a pickled module keeps it, since its model has 16-bit weights and could not be called without."""
+    copied: bool = False
+    """Whether it is that of a copy, which belongs to no session."""
     bypassed: bool = False
     """Of a whole model in full precision: nothing is cast for now."""
 
@@ -144,8 +146,19 @@ def _deepcopy(self: Any, memo: dict[int, Any]) -> Any:
         clone.__dict__.update(copy.deepcopy(self.__dict__, memo))
     clone.__dict__.pop("_preamp_casting", None)
     if kind is type(self):
-        clone.__dict__["_preamp_casting"] = casting
+        clone.__dict__["_preamp_casting"] = replace(casting, copied=True)
     return clone
+
+
+def _apply(self: Any, function: Any, recurse: bool = True) -> Any:
+    """As torch's, which `.float()` calls: a copy that has no 16-bit weights any more does not cast."""
+    self._preamp_original._apply(self, function, recurse)
+    whole = self._preamp_casting.copied and self._preamp_casting.computes is not None
+    if whole and not any(p.dtype in LOW_DTYPES for p in self.parameters()):
+        for module in self.modules():
+            if isinstance(module, CastingModule):
+                module._preamp_casting = BYPASSED
+    return self
 
 
 def _widened(tensor: Tensor) -> Tensor:
@@ -224,7 +237,7 @@ def _tell_foreign_region(wanted: torch.dtype, device_type: str, module: nn.Modul
 
 _SUBCLASSES = Subclasses(
     CastingModule, "_preamp_original", forward=_forward, __reduce_ex__=_reduce_ex,
-    __deepcopy__=_deepcopy, __prepare_scriptable__=_prepare_scriptable,
+    __deepcopy__=_deepcopy, __prepare_scriptable__=_prepare_scriptable, _apply=_apply,
 )  # fmt: skip
 casting_class = _SUBCLASSES.of
 """The class of `original`s that cast."""

@@ -316,7 +316,7 @@ class FusedOptimizer(Loading):
         States that a session without masters had in 16 bits are float32 then, as a step with masters needs them.
         """
         if masters is not None and not self._lent:
-            masters.take_over({param: state.get(self._master_key) for param, state in self.state.items()})
+            masters.take_over({p: self.state[p].get(self._master_key) for p in parameters_of(self) if p in self.state})
         self._masters, self._lent = (self._own_masters(), False) if masters is None else (masters, True)
         self._buckets.clear()
         for parameter, state in self.state.items():
