@@ -5,18 +5,18 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator
 
+from preamp.doctor.shadow.source import CASTS
+
 _SIMPLE = (ast.Assign, ast.AugAssign, ast.AnnAssign, ast.Return, ast.Expr)
 
 
 class _Plain(ast.NodeTransformer):
-    """What a fix does not change of a statement: no `.float()`, no cast back, no `eps=`, and one number for all."""
+    """What a fix does not change of a statement: no casts, no `eps=`, and one number for all."""
 
     def visit_Call(self, node: ast.Call) -> ast.AST:
         self.generic_visit(node)
-        if isinstance(node.func, ast.Attribute):
-            back = node.func.attr == "to" and ast.unparse(node.args[0]) in ("torch.float16", "torch.bfloat16")
-            if back or (node.func.attr == "float" and not node.args):
-                return node.func.value
+        if isinstance(node.func, ast.Attribute) and node.func.attr in {"float", *CASTS}:
+            return node.func.value
         node.keywords = [each for each in node.keywords if each.arg != "eps"]
         return node
 

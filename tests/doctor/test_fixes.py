@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from preamp.doctor.shadow.remedies import Remedy, candidates
-from preamp.doctor.shadow.source import Reading, frame_of, in_float32, read_in, statement_at
+from preamp.doctor.shadow.source import Function, Reading, Readings, frame_of, in_float32, read_in, statement_at
 
 from .. import forks
 from ..sick.expect import HERE, disease, doctor
@@ -23,8 +23,9 @@ from .pasting import pasted
 EVERY_TIME = frozenset({"arc_margin", "normalize_of_zeros"})
 """The others take minutes together and run with `./dev test --all`."""
 WITH_FIX = (
-    "arc_margin", "kl_of_half_logprobs", "linear_attention_overflow", "log1p_of_clamped", "minmax_of_equal_scores",
-    "mish_by_hand", "mmd_of_expanded_distances", "normalize_of_zeros", "variance_squared_to_zero",
+    "arc_margin", "entropy_of_half", "kl_of_half_logprobs", "linear_attention_overflow", "log1p_of_clamped",
+    "minmax_of_equal_scores", "mish_by_hand", "mmd_of_expanded_distances", "normalize_of_zeros", "sampled_coordinates",
+    "sinkhorn_by_hand", "ssim_in_region", "variance_squared_to_zero",
 )  # fmt: skip
 
 
@@ -134,6 +135,20 @@ def test_a_statement_in_float32(
 @pytest.mark.parametrize(
     ("text", "wanted"),
     [
+        ("y = x.exp().to(x.dtype)", "y = x.float().exp().float()"),
+        ("y = x.to(h)", "y = x.float()"),
+        ("y = (x + z).half() * z", "y = (x.float() + z).float() * z"),
+        ("y = x.half() + z.type_as(x)", None),
+        ("y = x + z", "y = x.float() + z"),
+    ],
+)
+def test_a_statement_without_its_cast(tmp_path: Path, text: str, wanted: str | None) -> None:
+    assert in_float32(at(tmp_path, f"{text}\n", 1), low("x"), {}, uncast=True) == wanted
+
+
+@pytest.mark.parametrize(
+    ("text", "wanted"),
+    [
         ("x[0] = x.log()", "x[0] = x.float().log()"),
         ("x[m] += y", "x[m] += y.float()"),
         ("self.b.data = x.log()", "self.b.data = x.float().log()"),
@@ -238,10 +253,49 @@ def test_the_order_in_which_remedies_are_tried() -> None:
     found = list(candidates([here, before], [here, other], [1e-8, 2.0, 1 - 1e-6], "m", True))
     assert found[0] == Remedy(module="m")
     assert found[1] == Remedy((here,))
-    assert found[2] == Remedy((here,), ((1e-8, 1e-4), (1 - 1e-6, 1 - 1e-4)))
+    assert found[2:4] == [Remedy((here,), casts="only"), Remedy((here,), casts="dropped")]
+    assert found[4] == Remedy((here,), ((1e-8, 1e-4), (1 - 1e-6, 1 - 1e-4)))
     assert Remedy((here, other)) in found and Remedy((before,)) in found and Remedy((here, before)) in found
     assert len(set(found)) == len(found)
     assert Remedy(module="m") not in list(candidates([here], [], [], "m", False))
+
+
+net = torch.nn.Sequential(torch.nn.Linear(2, 2))
+
+
+def computes(a: Tensor, readings: Readings) -> Tensor:
+    b = a + 1
+    readings.note((__file__, sys._getframe().f_lineno))
+    return b
+
+
+def goes_back(a: Tensor, readings: Readings) -> Tensor:
+    readings.note((__file__, sys._getframe().f_lineno))
+    a.sum().backward()  # type: ignore[no-untyped-call]
+    return a
+
+
+def calls_a_model(a: Tensor, readings: Readings) -> Tensor:
+    readings.note((__file__, sys._getframe().f_lineno))
+    return Tensor(net(a.float()))
+
+
+@pytest.mark.parametrize("run", [computes, goes_back, calls_a_model])
+def test_a_function_as_a_whole(run: Any) -> None:
+    """Where no line of a function is enough, the line that calls it says float32 for all of it."""
+    readings, low = Readings(), torch.ones(2, dtype=torch.bfloat16, requires_grad=True)
+    z = run(low, readings) * 2
+    here = z is not None and __file__, sys._getframe().f_lineno - 1
+    first = run.__code__.co_firstlineno
+    (reading,) = [one for line, one in readings.items() if first < (line[1] or 0) < first + 5]
+    if run is not computes:
+        assert reading.function is None
+        return
+    assert reading.function == Function(__file__, first, first + 3, here)
+    remedy = Remedy((here,), within=reading.function)
+    assert remedy.covers((__file__, first + 1), None) and not remedy.covers((__file__, first + 9), None)
+    text = 'with torch.autocast("cpu", enabled=False):\n    z = run(low.float(), readings) * 2'
+    assert remedy.text("cpu", readings) == text
 
 
 @pytest.mark.parametrize(("source", "text"), [

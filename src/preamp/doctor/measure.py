@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterable, Sequence
 
 import torch
@@ -14,6 +15,7 @@ from .exponents import Exponents
 
 _WHOLE = 1 << 15
 """Numbers up to which all of a tensor are counted."""
+_NORMAL = torch.finfo(torch.float32).smallest_normal
 _READ = frozenset({torch.float32, torch.float16, torch.bfloat16})
 
 
@@ -45,13 +47,15 @@ def spread_of(tensor: Tensor) -> Exponents:
     flat, step = tensor.detach().reshape(-1), sampling_step(tensor.shape)
     flat = flat if flat.dtype in _READ else flat.float()
     values = flat[::step].float().cpu()
-    finite = values[values.isfinite()]
-    some = finite[finite != 0]
-    powers = torch.frexp(some)[1] - 1
-    first = int(powers.min()) if some.numel() else 0
-    counts = (torch.bincount(powers - first) * step).tolist()
+    # by the bits of float32: an exponent and its bias; those of 255 are not finite, those of 0 zero or subnormal
+    biased = torch.bincount((values.view(torch.int32) >> 23) & 0xFF, minlength=256).tolist()
+    low = values[(values != 0) & (values.abs() < _NORMAL)] if biased[0] else values[:0]
+    zeros, powers = biased[0] - low.numel(), Counter((torch.frexp(low)[1] - 1).tolist())
+    powers.update({at - 127: count for at, count in enumerate(biased[1:255], 1) if count})
+    first, last = (min(powers), max(powers)) if powers else (0, -1)
+    counts = tuple(step * powers[power] for power in range(first, last + 1))
     largest, infinite = _extremes(flat) if flat.numel() else (0.0, 0)
-    return Exponents(first, tuple(counts), step * (finite.numel() - some.numel()), infinite, largest)
+    return Exponents(first, counts, step * zeros, infinite, largest)
 
 
 def sampling_step(shape: Sequence[int]) -> int:

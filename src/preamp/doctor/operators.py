@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatc
 
 from ..formats import LOW_DTYPES
 from ..report import Finding
-from ..tree import tensors
+from ..tree import PLAIN, tensors
 from .hooks import Clock
 from .places import Place, Places, written_by
 from .records import Line
@@ -39,6 +39,8 @@ class Call:
     written: list[Tensor]
     """The tensors that it changes."""
     grad_enabled: bool
+    given: list[Tensor]
+    """The tensors among the arguments."""
     out: Any = None
 
     @property
@@ -59,7 +61,7 @@ class Call:
     @property
     def inputs(self) -> list[Tensor]:
         """Floating tensors among the arguments."""
-        return [t for t in tensors((self.args, self.kwargs)) if t.is_floating_point()]
+        return [t for t in self.given if t.is_floating_point()]
 
     @property
     def numbers(self) -> list[float]:
@@ -69,6 +71,15 @@ class Call:
             each.item() if isinstance(each, Tensor) and each.is_cpu and not each.dim() else each for each in given
         ]
         return [float(each) for each in scalars if type(each) in (int, float)]
+
+
+def tensors_of(values: Iterable[Any]) -> Iterator[Tensor]:
+    """Every tensor in these; most are tensors themselves, or plain."""
+    for value in values:
+        if isinstance(value, Tensor):
+            yield value
+        elif type(value) not in PLAIN:
+            yield from tensors(value)
 
 
 @cache
@@ -211,7 +222,8 @@ class Stream(TorchDispatchMode):
         shown = self._shown(place)
         if not shown:
             return None
-        call = Call(func, tuple(args), dict(kwargs), place, written, torch.is_grad_enabled())
+        given = [*tensors_of(args), *tensors_of(kwargs.values())]
+        call = Call(func, tuple(args), dict(kwargs), place, written, torch.is_grad_enabled(), given)
         with torch.no_grad():
             for one in shown:
                 one.before(call)

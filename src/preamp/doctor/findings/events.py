@@ -152,6 +152,8 @@ class StepBegins(NamedTuple):
     """How many gradients are a sum of scaled and unscaled ones."""
     factor: float | None = None
     """The factor by which the script itself multiplied the loss; it is still on the gradients."""
+    is_again: bool = False
+    """Whether a scaler has just stepped with the same gradients, or skipped them."""
     is_unguarded: bool = False
     """Whether gradients were unscaled, are not finite, and are stepped past the scaler."""
     updated_at: Line | None = None

@@ -67,6 +67,8 @@ class PA107(Check):
             fix = f"{_BY_SESSION}: it multiplies by the loss scale\nsession.step()"
         elif event.has_half_parameters:  # whose gradients torch's scaler refuses to unscale
             fix = f"session = preamp.prepare(model.float(), optimizer, level='O2')\n{_BY_SESSION}\n{_STEP_BY_SESSION}"
+        elif event.is_scaled_elsewhere:
+            fix = "scaler.scale(loss).backward()  # each loss: scaler.step() divides all gradients by the scale"
         yield self.finding(
             "warning",
             f"float16 gradients without a loss scale: {why}, so gradients below 6e-8 are flushed to zero",
@@ -101,6 +103,14 @@ class PA107(Check):
                 **where,
                 evidence={"gradients": event.mixed, "scale": scale},
             )
+        if event.is_again:
+            yield self.finding(
+                "error",
+                "optimizer.step() takes the gradients a second time that scaler.step() has used, also where it has "
+                "skipped them as not finite",
+                "# remove this optimizer.step(): scaler.step(optimizer) has called it",
+                **where,
+            )
         if event.is_scaled:
             yield self.finding(
                 "error",
@@ -110,7 +120,7 @@ class PA107(Check):
                 **where,
                 evidence={"scale": scale},
             )
-        if event.is_unguarded:
+        if event.is_unguarded and not event.is_again:
             yield self.finding(
                 "error",
                 "optimizer.step() takes unscaled gradients that are not finite: scaler.step(optimizer) would have "

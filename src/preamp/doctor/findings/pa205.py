@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,11 +25,11 @@ class PA205(Check):
 
 
 class Tops(Observer):
-    """The largest result of each module and operator counts, and of what follows from it the first."""
+    """The largest result of each line of a module counts, and of what follows from it the first."""
 
     def __init__(self) -> None:
-        self._tops: dict[tuple[str | None, str], float] = {}
-        self._found: dict[tuple[str | None, str], Finding] = {}
+        self._tops: dict[Any, float] = {}
+        self._found: dict[Any, Finding] = {}
 
     def after(self, call: Call) -> None:
         """Compare one result."""
@@ -37,7 +38,7 @@ class Tops(Observer):
             return
         if not any(t.dtype is torch.float16 for t in call.inputs):
             return  # a cast: the number is older than this line
-        key, top = (call.module, call.base), float(out.abs().max())
+        key, top = (call.module, call.at), float(out.abs().max())
         if top == FP16.max and call.base in _FILLS:
             return  # torch.finfo(dtype).min as a mask: meant to be there
         if max(NEAR_TOP, self._tops.get(key, 0.0)) <= top <= FP16.max:
@@ -54,5 +55,5 @@ class Tops(Observer):
             )
 
     def found(self) -> list[Finding]:
-        """One of each module and operator."""
+        """One of each line of a module."""
         return list(self._found.values())

@@ -87,11 +87,15 @@ class Precision:
         if self._depth == 0:
             self._versions = {}
         self._depth += 1
-        return original(region)
+        return self._changed(original(region))
 
     def _exit(self, original: Any, region: Any, *error: Any) -> Any:
         self._depth -= 1
-        return original(region, *error)
+        return self._changed(original(region, *error))
+
+    def _changed(self, out: Any) -> Any:
+        self._run.tape.in_region = bool(regions_entered())
+        return out
 
     def _cast(self, original: Any, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         name = original.__name__

@@ -126,7 +126,7 @@ class Scalers:
             with self._library():
                 return self._attempt(lambda: original(scaler, optimizer, *args, **kwargs), optimizer)
         finally:
-            scales.gradients.stepped(optimizer)
+            scales.gradients.stepped(optimizer, by_scaler=True)
             scales.is_pending = False
 
     def _update(self, original: Any, scaler: Any, *args: Any, **kwargs: Any) -> Any:

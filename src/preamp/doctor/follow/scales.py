@@ -165,6 +165,7 @@ class Scales:
         by_hand = self.in_half and not self.are_used and is_well_known(optimizer)
         self.step_begins(
             optimizer,
+            is_again=self.gradients.were_used(own),
             is_scaled=is_scaled,
             is_unguarded=bool(self._run.bad and self.scaler_at[0]) and self.gradients.all_true(own),
             mixed=self.mixed(optimizer),
@@ -207,6 +208,8 @@ class Gradients:
         self._mixed: Any = WeakTensorKeyDictionary()
         """Scaled ones were added onto unscaled ones."""
         self._versions: Any = WeakTensorKeyDictionary()
+        self._used: Any = WeakTensorKeyDictionary()
+        """Versions of those that a scaler has stepped with, or skipped."""
         self._by_hand: Any = WeakTensorKeyDictionary()
 
     def before_backward(self, optimizers: Iterable[Optimizer]) -> None:
@@ -241,9 +244,11 @@ class Gradients:
             self._scaled.pop(grad, None)
             self._true[grad] = True
 
-    def stepped(self, optimizer: Optimizer) -> None:
-        """A scaler's step has used them, divided or not."""
+    def stepped(self, optimizer: Optimizer, *, by_scaler: bool = False) -> None:
+        """A step has used them, divided or not."""
         for grad in _gradients([optimizer]):
+            if by_scaler:
+                self._used[grad] = grad._version
             self._scaled.pop(grad, None)
             self._mixed.pop(grad, None)
 
@@ -255,6 +260,11 @@ class Gradients:
     def any_scaled(self, parameters: Iterable[Tensor]) -> bool:
         """Whether one of their gradients is still scaled."""
         return any(p.grad is not None and p.grad in self._scaled for p in parameters)
+
+    def were_used(self, parameters: Iterable[Tensor]) -> bool:
+        """Whether a scaler's step had just these gradients, and nothing has changed them since."""
+        grads = [p.grad for p in parameters if p.grad is not None]
+        return bool(grads) and all(self._used.get(g) == g._version for g in grads)
 
     def all_true(self, parameters: Iterable[Tensor]) -> bool:
         """Whether their gradients were unscaled, all of them, and none grew since."""

@@ -56,6 +56,8 @@ class Op:
     outputs: list[Key]
     grad: bool
     place: Place
+    in_region: bool = False
+    """Whether an autocast region was entered, which casts what products read."""
 
 
 class RandomState(NamedTuple):

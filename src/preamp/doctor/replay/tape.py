@@ -22,7 +22,7 @@ from ...tree import PLAIN, tensors
 from ..operators import Call, Observer, Stream, base_of
 from ..places import Place, Places, users_line
 from ..records import NOWHERE, Line
-from ..shadow.remedies import Remedy, applied, run_kept
+from ..shadow.remedies import PRODUCTS, Remedy, applied, run_kept
 from ..shadow.source import Readings
 from . import restore
 from .entries import KeptTensor, Key, ModelCall, Named, Op, RandomState, Ref, call_again, identity_of, tensor_key
@@ -54,6 +54,8 @@ class Tape(Observer):
         """What runs now, if it is kept."""
         self.is_replaying = False
         """Whether models are called to do the step again, which is no doing of the script's."""
+        self.in_region = False
+        """Whether an autocast region is entered, as operators do not see."""
         self._drew = False
         """Whether random numbers were drawn in this window."""
         self.whole = True
@@ -145,7 +147,7 @@ class Tape(Observer):
             self._entries.append(RandomState(restore.random_state()))
         self.readings.note(call.at)
         args, kwargs = self._refer(call.args), self._refer(call.kwargs)
-        op = Op(call.func, args, kwargs, [], call.grad_enabled, call.place)
+        op = Op(call.func, args, kwargs, [], call.grad_enabled, call.place, self.in_region)
         self._entries.append(op)
         return op
 
@@ -283,6 +285,10 @@ class Tape(Observer):
         def look_up(leaf: Any) -> Any:
             return env[leaf.key] if isinstance(leaf, Ref) else leaf
 
+        def cast_again(leaf: Any) -> Any:
+            is_strided = isinstance(leaf, Ref) and len(leaf.key) > 1
+            return look_up(leaf).to(leaf.key[-1]) if is_strided else look_up(leaf)
+
         for entry in self._entries[: last + 1]:
             if isinstance(entry, RandomState):
                 restore.set_random_state(entry.state)
@@ -294,7 +300,11 @@ class Tape(Observer):
                     out = list(tensors(call_again(entry, *given)))
                 env.update({key: t for key, t in zip(entry.outputs, out, strict=False) if key is not None})
             else:
-                args, kwargs = tree_map(look_up, entry.args), tree_map(look_up, entry.kwargs)
+                place = entry.place
+                cast = entry.in_region and base_of(entry.func) in PRODUCTS
+                cast = cast and remedy is not None and not remedy.computes(place.at, place.module)
+                find = cast_again if cast else look_up
+                args, kwargs = tree_map(find, entry.args), tree_map(find, entry.kwargs)
                 places.forced = entry.place
                 with torch.set_grad_enabled(entry.grad):
                     out = run_kept(entry.func, args, kwargs, remedy, entry.place)

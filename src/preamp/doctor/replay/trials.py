@@ -132,7 +132,9 @@ class Trials:
         best: tuple[float, str, str] | None = None
         tried = 0
         broken = [line, *sorted(p for p in self.plain.places if p != line and p[0] == line[0])]
-        for remedy in candidates(lines, broken, constants, fact.place.module, in_session):
+        reading = self._tape.readings.get(line)
+        function = None if reading is None else reading.function
+        for remedy in candidates(lines, broken, constants, fact.place.module, in_session, function):
             text = remedy.text(self._device, self._tape.readings)
             if text is None:
                 continue

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterator
+from itertools import islice
 from typing import Any
 
 import torch
@@ -26,6 +27,8 @@ MOVES = frozenset({"add", "sub", "mul", "div", "lerp", "addcmul", "addcdiv", "co
 """Operators by which a number goes on from what it was, or gets what was computed from it in more bits."""
 SUMS = frozenset({"add", "sub", "mul", "lerp"})
 """Those that may make a new sum or average of the old one."""
+SOURCES = 4
+"""Tensors of which a new one was made that are remembered: a long sum is made of many."""
 MOMENTS = ("exp_avg_sq", "square_avg")
 """Names under which torch's optimizers and their kin keep second moments."""
 
@@ -46,8 +49,8 @@ class Changes(Observer):
         """Storages of the second moments that a step is to move, and of the weights that they belong to."""
         self._moving: dict[int, tuple[Tensor, Tensor, Tensor]] = {}
         """By storage, those that this step has moved so far, what they were before it, and what they are in float32."""
-        self._new: dict[int, tuple[StorageWeakRef, int, tuple[Absorbed, ...]]] = {}
-        """By storage, new tensors that may be sums, with the storage each was made of and the counts on the way."""
+        self._new: dict[int, tuple[StorageWeakRef, dict[int, tuple[Absorbed, ...]]]] = {}
+        """By storage, new tensors that may be sums: the storages each was made of, with the counts on the way."""
         self._optimizer: Optimizer | None = None
         """What steps now."""
         self._weights: set[int] = set()
@@ -100,7 +103,8 @@ class Changes(Observer):
             return
         if call.base == "copy" and key_of(call.args[1]) in self._owned:
             return
-        low = [t for t in call.written or call.args[:1] if t.dtype in LOW_DTYPES and t.layout is torch.strided]
+        given = call.written or [t for t in call.args[: 2 if call.base == "add" else 1] if isinstance(t, Tensor)]
+        low = [t for t in given if t.dtype in LOW_DTYPES and t.layout is torch.strided]
         wide: dict[int, Tensor] = {}
 
         def widened(tensor: Tensor) -> Tensor:
@@ -113,7 +117,7 @@ class Changes(Observer):
             out = call.func(*args, **{name: map_tensors(widened, value) for name, value in call.kwargs.items()})
         except Exception:
             return
-        exact = [wide[id(t)] for t in low] if call.written else [*tensors(out)][:1]
+        exact = [wide[id(t)] for t in low] if call.written else [*tensors(out)][:1] * len(low)
         self._kept = [(t, t.detach().clone(), moved) for t, moved in zip(low, exact, strict=False)]
 
     def after(self, call: Call) -> None:
@@ -124,7 +128,7 @@ class Changes(Observer):
         node = torch._C._current_autograd_node()
         stepping = None if self._optimizer is None else id(self._optimizer)
         gradient = node is not None and node.name() == "torch::autograd::AccumulateGrad"
-        for given, old, exact in kept:
+        for position, (given, old, exact) in enumerate(kept):
             tensor = given if call.written else next(tensors(call.out))
             moves, storage = exact != old, key_of(tensor)
             in_place = bool(call.written) or self._optimizer is not None
@@ -140,7 +144,8 @@ class Changes(Observer):
             weight = key_of(given) in self._weights
             if weight:
                 self._weights.add(storage)
-            key = (call.place.file, call.place.line, call.base, gradient, weight, stepping, in_place)
+            operand = 0 if call.written else position
+            key = (call.place.file, call.place.line, call.base, operand, gradient, weight, stepping, in_place)
             name = call.base.removeprefix("_foreach_").rstrip("_")
             new = Absorbed(name, name_of(tensor.dtype), call.place, self._optimizer, gradient, weight)
             new.goes_on = in_place
@@ -153,33 +158,35 @@ class Changes(Observer):
             count.by = float(by) if scalar and by is not None else None
             count.last = weakref.ref(tensor)
 
-    def _made_of(self, tensor: Tensor) -> tuple[int, tuple[Absorbed, ...]]:
-        """The storage that a tensor was made of, its own for others, and the counts on the way."""
-        held, source, counts = self._new.get(key_of(tensor), (None, 0, ()))
-        return (source, counts) if held is not None and not held.expired() else (key_of(tensor), ())
+    def _made_of(self, tensor: Tensor) -> dict[int, tuple[Absorbed, ...]]:
+        """The storages that a tensor was made of, its own for others, with the counts on the way."""
+        held, sources = self._new.get(key_of(tensor), (None, {}))
+        return sources if held is not None and not held.expired() else {key_of(tensor): ()}
 
     def _made(self, tensor: Tensor, given: Tensor, count: Absorbed | None) -> None:
         """A new tensor was made of another one; one number that the same line made as well, in a loop, is a sum.
 
         Of more than one number it may be a model's, to which each block adds what it computes.
         """
-        source, counts = self._made_of(given)
-        if count is not None and count in counts and count.moved <= count.times:
-            count.goes_on = True
-        elif count is not None and count not in counts:
-            counts = (*counts, count)
-        self._new[key_of(tensor)] = StorageWeakRef(tensor.untyped_storage()), source, counts
+        held, sources = self._new.get(key_of(tensor), (None, {}))
+        sources = {} if held is None or held.expired() else dict(sources)
+        for source, counts in self._made_of(given).items():
+            if count is not None and count in counts and count.moved <= count.times:
+                count.goes_on = True
+            sources[source] = counts if count is None or count in counts else (*counts, count)
+        first = dict(islice(sources.items(), SOURCES))
+        self._new[key_of(tensor)] = StorageWeakRef(tensor.untyped_storage()), first
 
     def _is_put_back(self, into: Tensor, tensor: Tensor) -> bool:
         """Whether a tensor that was made of another one is copied into that: then it takes its place.
 
         False if the counts on the way say all, since nothing is rounded here.
         """
-        source, counts = self._made_of(tensor)
-        for count in counts if source == key_of(into) else ():
+        sources = self._made_of(tensor)
+        for count in sources.get(key_of(into), ()):
             count.goes_on = True
-            count.storages.setdefault(source, (0, 0))
-        return source == key_of(into) and tensor.dtype is not into.dtype
+            count.storages.setdefault(key_of(into), (0, 0))
+        return key_of(into) in sources and tensor.dtype is not into.dtype
 
     def events(self) -> Iterator[Absorbed]:
         """One for each line that changed anything."""

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from ...formats import FP16, name_of
-from ...tree import map_tensors, tensors
+from ...tree import PLAIN, map_tensors
 from ..measure import key_of
-from ..operators import Call, Observer
+from ..operators import Call, Observer, tensors_of
 from ..places import UNINITIALISED, Place, is_view
 from ..records import Line
 from .facts import Fact, Kind, spelled
@@ -40,6 +40,13 @@ _DECIDING = frozenset({
     "linalg_solve_ex", "linalg_ldl_factor_ex", "eq", "ne", "gt", "lt", "ge", "le",
 })  # fmt: skip
 """Operators whose integers and truth values mean something. The place of a maximum is none: ties decide it."""
+_MOVES = frozenset({
+    "clone", "stack", "cat", "_unsafe_view", "embedding", "index_select", "gather", "index", "repeat", "flip", "roll",
+    "select_backward", "slice_backward",
+})  # fmt: skip
+"""Operators that put numbers elsewhere and change none."""
+_CASTS = frozenset({"_to_copy", "copy"})
+_RIGHT = (0.0, "", "")
 _ADDS = frozenset({"add", "clamp_min", "clamp", "maximum"})
 """Operators that keep a denominator from zero."""
 _MEANT = frozenset({"exp", "expm1"})
@@ -147,10 +154,10 @@ class Shadowed(Observer):
             self._judge(call, tensor, exact, before)
             self.shadows.of(tensor).copy_(exact)
         written = {id(t) for t in call.written}
-        read = tuple(dict.fromkeys(key_of(t) for t in tensors((call.args, call.kwargs))))
-        for tensor in (*tensors(call.out), *call.written):
+        read, gave = tuple(dict.fromkeys(map(key_of, call.given))), [*tensors_of((call.out,))]
+        for tensor in (*gave, *call.written):
             self._trail[key_of(tensor)] = call.at, read
-        for out, exact in zip(tensors(call.out), outs, strict=False):
+        for out, exact in zip(gave, outs, strict=False):
             if id(out) in written or out.shape != exact.shape:
                 continue
             if has_shadow(out) and exact.dtype is WIDE:
@@ -173,11 +180,14 @@ class Shadowed(Observer):
         """Run the operator with shadows in place of its tensors, in this dtype."""
 
         def wide(value: Any) -> Any:
-            if isinstance(value, torch.dtype):
+            if isinstance(value, Tensor):
+                return shadow(value) if has_shadow(value) else value
+            if type(value) in PLAIN:
                 return dtype if value in SHADOWED else value
-            return map_tensors(lambda t: shadow(t) if has_shadow(t) else t, value)
+            return map_tensors(wide, value)
 
-        return list(tensors(call.func(*map(wide, call.args), **{k: wide(v) for k, v in call.kwargs.items()})))
+        out = call.func(*map(wide, call.args), **{name: wide(value) for name, value in call.kwargs.items()})
+        return [*tensors_of((out,))]
 
     def _in_float32(self, call: Call) -> list[Tensor]:
         """What the operator gives in float32 for right inputs, with what it changes in place first."""
@@ -191,19 +201,28 @@ class Shadowed(Observer):
 
     def _judge(self, call: Call, out: Tensor, exact: Tensor, before: float) -> None:
         """Whether a result is off although its inputs are right, and float32 would have got it right."""
-        error, key = self._off_by(call, out, exact), key_of(out)
-        written = {id(t) for t in call.written}
+        key, written = key_of(out), {id(t) for t in call.written}
+        moves = call.base in _MOVES or (call.base in _CASTS and out.dtype is not torch.float16)
+        causes = (self.causes.get(key_of(t)) for t in call.given if not moves or id(t) not in written)
+        cause = next((one for one in causes if one is not None), None)
+        if moves:  # as wrong as what it reads
+            self.causes.pop(key, None)
+            self.causes |= {} if cause is None else {key: cause}
+            return
+        error = self._off_by(call, out, exact)
+        if error > self.errors.get(call.place, _RIGHT)[0]:
+            self.errors[call.place] = error, call.base, name_of(out.dtype)
+        constant = _misfit(call, out, exact)
+        if error < OFF and constant is None:
+            self.causes.pop(key, None)
+            return
         read = [t for t in call.inputs if has_shadow(t) and id(t) not in written]
-        self.errors[call.place] = max(
-            (error, call.base, name_of(out.dtype)), self.errors.get(call.place, (0.0, "", ""))
-        )
-        if (constant := _misfit(call, out, exact)) is not None:
+        if constant is not None:
             kind: Kind = "lost" if abs(constant) < 1 else "not finite"
             self._report(replace(self._fact(kind, call, out, error, 0.0, read), constant=constant), call)
         if error < OFF:
             self.causes.pop(key, None)
             return
-        cause = next((self.causes[key_of(t)] for t in call.inputs if key_of(t) in self.causes), None)
         if cause is not None:
             self.causes[key] = cause
             self._enlarged(call)
@@ -236,7 +255,7 @@ class Shadowed(Observer):
 
     def _off_by(self, call: Call, out: Tensor, exact: Tensor) -> float:
         """The relative error of a result; of a running sum, the error in terms of what is added."""
-        error = relative_error(out, exact)
+        error = self.shadows.error(out, exact)
         if call.base == "cumsum" and math.isfinite(error) and call.inputs:
             terms = self.shadows.of(call.inputs[0])
             error *= float(torch.linalg.vector_norm(exact)) / (float(torch.linalg.vector_norm(terms)) or 1.0)
@@ -356,7 +375,7 @@ def _follows(call: Call) -> bool:
         return False
     if torch.Tag.nondeterministic_seeded in func.tags:
         return False
-    return any(map(has_shadow, tensors((call.args, call.kwargs)))) or base in ("_to_copy", "scalar_tensor")
+    return any(map(has_shadow, call.given)) or base in ("_to_copy", "scalar_tensor")
 
 
 def _is_subnormal(exact: Tensor) -> bool:

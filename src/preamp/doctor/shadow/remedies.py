@@ -6,7 +6,7 @@ import inspect
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -17,11 +17,12 @@ from ...tree import map_tensors, tensors
 from ..operators import base_of
 from ..places import Place, Places, walk
 from ..records import Line
-from .source import CASTS, Reading, cast_back, in_float32, statement_at, without_cast
+from .source import CASTS, Function, Reading, cast_back, in_float32, statement_at, without_cast
 
 _CASTS = CASTS | {"float", "double", "__get__", "__set__", "__set_item__"}
 """Functions that say a dtype, or ask for one: they mean it."""
-_PRODUCTS = frozenset({"mm", "bmm", "addmm", "baddbmm", "convolution", "addmv", "mv", "dot", "linear"})
+PRODUCTS = frozenset({"mm", "bmm", "addmm", "baddbmm", "convolution", "addmv", "mv", "dot", "linear"})
+"""Operators whose operands a region casts."""
 _SMALL = 2.0**-14
 """float16's smallest normal number: constants below it are there to be added to something, or to bound it."""
 
@@ -34,10 +35,12 @@ class Remedy:
     constants: tuple[tuple[float, float], ...] = ()
     module: str | None = None
     """In place of lines: all that runs in this module."""
+    within: Function | None = None
+    """A function that the one line calls: all of it runs in float32, too."""
     everything: bool = False
     """In place of lines: all that runs. This is a question, and nothing to paste."""
-    uncast: bool = False
-    """Of the line only that what it casts is float32 after it."""
+    casts: Literal["kept", "dropped", "only"] = "kept"
+    """Whether lines cast to 16 bits where they say so, or stay in float32; or whether that is all that changes."""
     back: list[torch.dtype] = field(default_factory=list, compare=False)
     """What a result had to be cast back to, as it was done again: operators with 16-bit weights came next."""
 
@@ -55,21 +58,32 @@ class Remedy:
             return True
         if self.module is not None:
             return module is not None and (module == self.module or module.startswith(f"{self.module}."))
+        within = self.within
+        if within is not None and line[0] == within.file and within.first <= (line[1] or 0) <= within.last:
+            return True
         return line in self.lines
+
+    def computes(self, line: Line, module: str | None) -> bool:
+        """Whether what runs here is computed in float32, and not only left uncast."""
+        return self.casts != "only" and self.covers(line, module)
 
     def text(self, device: str, seen: Mapping[Line, Reading]) -> str | None:
         """To paste in place of its lines; `seen`: what they read. None: it cannot be written."""
         if self.module is not None:
             return f'session = preamp.prepare(model, optimizer, policy="{{level}}; {self.module} -> full")'
-        if self.uncast:
-            statement = statement_at(self.lines[0])
+        statements = {line: statement_at(line) for line in self.lines}
+        if self.casts == "only":
+            statement = statements[self.lines[0]]
             return None if statement is None else without_cast(statement)
+        if self.casts == "dropped" and not any(one is not None and one.casts() for one in statements.values()):
+            return None
         parts = []
         for line in sorted(self.lines, key=lambda one: one[1] or 0):
-            statement, reading = statement_at(line), seen.get(line)
+            statement, reading = statements[line], seen.get(line)
             if statement is None or statement.goes_back or reading is None or reading.calls_module:
                 return None
-            text = in_float32(statement, reading, dict(self.constants) if line == self.lines[0] else {})
+            constants = dict(self.constants) if line == self.lines[0] else {}
+            text = in_float32(statement, reading, constants, uncast=self.casts == "dropped")
             if text is not None and self.back and line == self.lines[0]:
                 text = cast_back(statement, text, self.back[0])
             if text is None:
@@ -80,33 +94,34 @@ class Remedy:
 
 
 def candidates(
-    lines: list[Line], broken: list[Line], constants: list[float], module: str | None, in_session: bool
+    lines: list[Line],
+    broken: list[Line],
+    constants: list[float],
+    module: str | None,
+    in_session: bool,
+    function: Function | None = None,
 ) -> Iterator[Remedy]:
     """Remedies in the order in which they are tried.
 
     `lines`: the place of the fact and those that lead to it, the nearest first; `broken`: all places of facts;
-    `constants`: numbers that the operators of the first line were given.
+    `constants`: numbers that the operators of the first line were given; `function`: what that line is in.
     """
     if in_session and module:
         yield Remedy(module=module)
     small = [c for c in constants if 0 < abs(c) < _SMALL]
     near = [c for c in constants if 0 < 1 - abs(c) < 2.0**-9]
-    chains = [
-        tuple(lines[:1]),
-        tuple(broken[:4]),
-        tuple(lines[1:2]),
-        tuple(lines[:2]),
-        tuple(lines[1:3]),
-        tuple(lines[:3]),
-    ]
+    chains = [tuple(lines[:1]), tuple(broken[:4]), tuple(lines[1:2]), tuple(lines[:2])]
     for chain in dict.fromkeys(chain for chain in chains if chain):
         yield Remedy(chain)
+        if len(chain) == 1:
+            yield Remedy(chain, casts="only")
+        yield Remedy(chain, casts="dropped")
         for new in (1e-4, 1e-3, 1e-2) if chain[0] == lines[0] and len(chain) < 3 else ():
             changed = [(c, new) for c in small] + [(c, (1 - new) * (1 if c > 0 else -1)) for c in near]
             if changed:
                 yield Remedy(chain, tuple(changed))
-        if chain == tuple(lines[:1]):
-            yield Remedy(chain, uncast=True)
+    if function is not None:
+        yield Remedy((function.caller,), within=function)
 
 
 class Applied(TorchFunctionMode):
@@ -122,11 +137,13 @@ class Applied(TorchFunctionMode):
         kwargs = kwargs or {}
         name = getattr(func, "__name__", "")
         in_place = name.endswith("_") and not name.endswith("__")
-        meant = name in CASTS if self._remedy.uncast else name not in _CASTS
-        if not meant or in_place or not self._remedy.covers(walk(None).source, self._module()):
+        if in_place or name in _CASTS - CASTS:
             return self._beside(func, args, kwargs)
-        if self._remedy.uncast:
+        at, module = walk(None).source, self._module()
+        if self._remedy.casts != "kept" and _casts(name, args, kwargs) and self._remedy.covers(at, module):
             return args[0].float()
+        if name in CASTS or not self._remedy.computes(at, module):
+            return self._beside(func, args, kwargs)
         args, kwargs = self._given(func, args, kwargs)
         with no_autocast():
             made = func(*args, **kwargs)
@@ -159,6 +176,12 @@ class Applied(TorchFunctionMode):
         return args, kwargs
 
 
+def _casts(name: str, args: Any, kwargs: Any) -> bool:
+    """Whether a method casts to 16 bits."""
+    to = [getattr(each, "dtype", each) for each in (*args[1:], *kwargs.values())]
+    return name in ("half", "bfloat16") or (name in CASTS and any(dtype in LOW_DTYPES for dtype in to))
+
+
 def wide(tensor: Tensor) -> Tensor:
     """float32 in place of a 16-bit tensor."""
     return tensor.float() if tensor.dtype in LOW_DTYPES else tensor
@@ -181,8 +204,11 @@ def run_kept(func: Any, args: Any, kwargs: Any, remedy: Remedy | None, place: Pl
     """Run an operator that was kept on a tape: under the remedy, or after what is float32 because of it."""
     if remedy is None:
         return func(*args, **kwargs)
+    statement = statement_at(place.at)
+    # a cast to 16 bits that changed nothing was no operator, and would be one now: only without it is this line known
+    is_known = remedy.casts != "kept" or statement is None or not statement.casts()
     casts = base_of(func) == "_to_copy" and kwargs.get("dtype") in LOW_DTYPES
-    if (casts or not remedy.uncast) and remedy.covers((place.file, place.line), place.module):
+    if is_known and (casts or remedy.casts != "only") and remedy.covers(place.at, place.module):
         args = [map_tensors(wide, remedy.constant(each)) for each in args]
         kwargs = {key: map_tensors(wide, remedy.constant(each)) for key, each in kwargs.items()}
         if casts:
@@ -190,8 +216,9 @@ def run_kept(func: Any, args: Any, kwargs: Any, remedy: Remedy | None, place: Pl
         return func(*args, **kwargs)
     try:
         return func(*args, **kwargs)
-    except RuntimeError:  # operands of two dtypes, where autocast would have cast or the code would have asked
-        to = _low_of(args) if base_of(func) in _PRODUCTS else torch.float32
+    except RuntimeError:  # operands of two dtypes, where the code would have asked
+        to = _low_of(args) if base_of(func) in PRODUCTS else torch.float32
+        remedy.back[:] = [to] if to in LOW_DTYPES else []
         args = [map_tensors(lambda t: t.to(to) if t.is_floating_point() else t, each) for each in args]
         return func(*args, **kwargs)
 

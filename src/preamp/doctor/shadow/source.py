@@ -6,7 +6,7 @@ import ast
 import inspect
 import linecache
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from types import FrameType
@@ -17,10 +17,13 @@ from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from ...formats import LOW_DTYPES
+from ..places import is_users
 from ..records import Line
 
-CASTS = frozenset({"to", "half", "bfloat16", "type"})
+CASTS = frozenset({"to", "half", "bfloat16", "type", "type_as"})
 """Methods that may cast to 16 bits."""
+_NOT_WITHIN = frozenset({"backward", "step", "grad", "autocast"})
+"""What a function does that has a precision of its own, or none."""
 _SIMPLE = (ast.Assign, ast.AugAssign, ast.AnnAssign, ast.Return, ast.Expr)
 
 
@@ -78,6 +81,13 @@ class Statement:
         called = [_dotted(node.func) for node in ast.walk(self.node) if isinstance(node, ast.Call)]
         return [name for name in called if name is not None]
 
+    def casts(self) -> list[tuple[ast.Call, ast.expr]]:
+        """Calls that may cast, each with what it casts."""
+        called = [node for node in ast.walk(self.node) if isinstance(node, ast.Call)]
+        return [
+            (one, one.func.value) for one in called if isinstance(one.func, ast.Attribute) and one.func.attr in CASTS
+        ]
+
     def numbers(self) -> list[ast.Constant]:
         """The floating numbers that stand in it."""
         return [n for n in ast.walk(self.node) if isinstance(n, ast.Constant) and isinstance(n.value, float)]
@@ -129,6 +139,16 @@ def statement_at(line: Line) -> Statement | None:
     return Statement(found, tuple(line.rstrip("\n") for line in lines))
 
 
+class Function(NamedTuple):
+    """A function of the user's that computes without models and regions."""
+
+    file: str
+    first: int
+    last: int
+    caller: Line
+    """The line that called it."""
+
+
 class Reading(NamedTuple):
     """What the names are that a statement reads."""
 
@@ -137,7 +157,9 @@ class Reading(NamedTuple):
     numbers: Mapping[str, float]
     """Python's floating numbers: an epsilon that a module keeps."""
     calls_module: bool = False
-    """Whether a module is called, all of which would run in float32."""
+    """Whether a module is called that is no single layer in float32: all of it would change."""
+    function: Function | None = None
+    """The function that it is in, where that may run in float32 as a whole."""
 
 
 class Readings(dict[Line, Reading]):
@@ -153,29 +175,63 @@ class Readings(dict[Line, Reading]):
         statement = None if line in self else statement_at(line)
         frame = None if statement is None else frame_of(line, sys._getframe())
         if statement is not None and frame is not None:
-            self[line] = read_in(frame, statement)
+            self[line] = read_in(frame, statement)._replace(function=_function_of(frame))
+            function = self[line].function
+            if function is not None:
+                self.note(function.caller)
 
 
 def read_in(frame: FrameType, statement: Statement) -> Reading:
     """What a statement reads where it is running."""
-    values = {**frame.f_globals, **frame.f_locals}
-
-    def value_of(spelled: str) -> Any:
-        first, *rest = spelled.split(".")
-        value: Any = values.get(first)
-        for attribute in rest:
-            value = getattr(value, attribute, None)
-        return value
-
     low, numbers = set(), {}
     for spelled in statement.reads():
-        value = value_of(spelled)
+        value = _value_of(spelled, frame)
         if isinstance(value, Tensor) and value.dtype in LOW_DTYPES:
             low.add(spelled)
         elif type(value) is float:
             numbers[spelled] = value
-    calls = any(isinstance(value_of(name), nn.Module) for name in statement.calls())
-    return Reading(frozenset(low), numbers, calls)
+    return Reading(frozenset(low), numbers, _calls_module(statement.calls(), frame))
+
+
+def _value_of(spelled: str, frame: FrameType) -> Any:
+    first, *rest = spelled.split(".")
+    value: Any = frame.f_locals.get(first, frame.f_globals.get(first))
+    for attribute in rest:
+        value = getattr(value, attribute, None)
+    return value
+
+
+def _calls_module(names: Iterable[str], frame: FrameType) -> bool:
+    called = [value for name in names if isinstance(value := _value_of(name, frame), nn.Module)]
+    return not all(map(_is_layer, called))
+
+
+def _is_layer(module: nn.Module) -> bool:
+    """Whether it is one layer of torch's with weights in float32, or has no weights."""
+    weights, of_torch = list(module.parameters()), type(module).__module__.startswith("torch.nn.modules.")
+    alone = not any(True for _ in module.children()) and (of_torch or not weights)
+    return alone and not any(p.dtype in LOW_DTYPES for p in weights)
+
+
+def _function_of(frame: FrameType) -> Function | None:
+    """The function that runs there, unless it runs models, backward passes or regions."""
+    code, caller = frame.f_code, frame.f_back
+    tree = _parsed(code.co_filename)
+    while caller is not None and not is_users(caller.f_code.co_filename):
+        caller = caller.f_back
+    if tree is None or caller is None:
+        return None
+    for node in ast.walk(tree):
+        if not isinstance(node, ast.FunctionDef) or (node.name, node.lineno) != (code.co_name, code.co_firstlineno):
+            continue
+        called = [each.func for each in ast.walk(node) if isinstance(each, ast.Call)]
+        names = [name for each in called if (name := _dotted(each)) is not None]
+        if _NOT_WITHIN & {each.attr for each in called if isinstance(each, ast.Attribute)}:
+            return None
+        line = caller.f_code.co_filename, caller.f_lineno
+        known = not _calls_module(names, frame)
+        return Function(code.co_filename, node.lineno, node.end_lineno or node.lineno, line) if known else None
+    return None
 
 
 def frame_of(line: Line, frame: FrameType | None) -> FrameType | None:
@@ -185,8 +241,13 @@ def frame_of(line: Line, frame: FrameType | None) -> FrameType | None:
     return frame
 
 
-def in_float32(statement: Statement, reading: Reading, constants: Mapping[float, float]) -> str | None:
-    """The statement with its 16-bit tensors cast to float32, and with other constants; None where these do not show."""
+def in_float32(
+    statement: Statement, reading: Reading, constants: Mapping[float, float], *, uncast: bool = False
+) -> str | None:
+    """The statement with its 16-bit tensors cast to float32, and with other constants; None where these do not show.
+
+    `uncast`: what it casts to 16 bits is float32, too.
+    """
     changes: dict[ast.expr, str] = {}
     reads, left = statement.reads(), dict(constants)
     for name in reading.low:
@@ -200,17 +261,24 @@ def in_float32(statement: Statement, reading: Reading, constants: Mapping[float,
         if value in constants:
             changes |= dict.fromkeys(reads.get(name, ()), f"{constants[value]:g}")
             left.pop(value, None)
-    text: str | None = statement.rewritten(changes).replace(".float().float()", ".float()")
+    text: str | None = statement.rewritten(changes)
     for old, new in left.items():
         text = None if text is None else _with_default(text, old, new)
-    return text
+    if text is not None and uncast and statement.casts():
+        text = without_cast(Statement(ast.parse(text).body[0], tuple(text.split("\n"))))
+    return text if text is None else text.replace(".float().float()", ".float()")
 
 
 def without_cast(statement: Statement) -> str | None:
-    """The statement with float32 in place of what it casts to; None where it casts nothing, or more than once."""
-    calls = [node for node in ast.walk(statement.node) if isinstance(node, ast.Call)]
-    casts = [(one, one.func.value) for one in calls if isinstance(one.func, ast.Attribute) and one.func.attr in CASTS]
-    return statement.rewritten({call: f"{ast.unparse(of)}.float()" for call, of in casts}) if len(casts) == 1 else None
+    """The statement with what it casts in float32 instead; None where it casts nothing, or more than once."""
+    casts = statement.casts()
+    return statement.rewritten({call: f"{_operand(of)}.float()" for call, of in casts}) if len(casts) == 1 else None
+
+
+def _operand(node: ast.expr) -> str:
+    """Its text, for a dot behind it."""
+    text = ast.unparse(node)
+    return text if isinstance(node, (ast.Name, ast.Attribute, ast.Call, ast.Subscript)) else f"({text})"
 
 
 def cast_back(statement: Statement, text: str, dtype: torch.dtype) -> str | None:
@@ -224,9 +292,7 @@ def cast_back(statement: Statement, text: str, dtype: torch.dtype) -> str | None
 
 def _with_default(text: str, old: float, new: float) -> str | None:
     """The text with another epsilon in the call of torch's of which it is the default; None where there is none."""
-    for call in ast.walk(
-        ast.parse(text if not text.startswith("return") else text.replace("return", "      ", 1).strip())
-    ):
+    for call in ast.walk(ast.parse(text)):
         name = call.func.attr if isinstance(call, ast.Call) and isinstance(call.func, ast.Attribute) else ""
         function = getattr(torch.nn.functional, name, None)
         if callable(function) and isinstance(call, ast.Call) and not any(k.arg == "eps" for k in call.keywords):

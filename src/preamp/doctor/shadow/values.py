@@ -20,6 +20,8 @@ WIDE = torch.float64
 """The dtype of shadows. float32 would do for most; that what is blamed is decided by float32 itself, it cannot show."""
 SHADOWED = frozenset({torch.float16, torch.bfloat16, torch.float32})
 """Dtypes that have shadows. A float64 tensor is its own."""
+_HELD = 1e-12, 1e15
+"""Sizes whose squares float32 holds, also of a part of them."""
 _SMALL = 16
 """Gradients of fewer values are not judged."""
 
@@ -47,6 +49,7 @@ class Shadows:
         self._limit, self._casts = limit, casts
         self._of: dict[int, tuple[torch.dtype, Tensor, StorageWeakRef]] = {}
         self._bytes = 0
+        self._scratch = torch.empty(0)
         self._sweep_at = 256
         self.whole = True
         """Whether all shadows of the step are kept."""
@@ -78,6 +81,19 @@ class Shadows:
         made = flat.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
         version, exact = self._casts.get(tensor, (None, tensor))
         return made.copy_(exact) if version is not None and version == tensor._version else made
+
+    def error(self, value: Tensor, shadow: Tensor) -> float:
+        """As `relative_error`, in float32 and in memory that is there already: new pages take longer than numbers."""
+        count = value.numel()
+        if self._scratch.numel() < 2 * count or self._scratch.device != value.device:
+            self._scratch = torch.empty(2 * count, device=value.device)
+        exact, here = (
+            (part.view(value.shape) for part in self._scratch[: 2 * count].chunk(2)) if count else (shadow,) * 2
+        )
+        size = float(torch.linalg.vector_norm(exact.copy_(shadow)))
+        held = _HELD[0] < size < _HELD[1]
+        off = float(torch.linalg.vector_norm(here.copy_(value.detach()).sub_(exact))) if held else math.nan
+        return off / size if math.isfinite(off) else relative_error(value, shadow)
 
     def _keep(self, tensor: Tensor, flat: Tensor) -> None:
         if self._limit is None:
