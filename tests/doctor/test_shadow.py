@@ -213,6 +213,23 @@ def test_the_measures() -> None:
     assert {name: spelled(name) for name in names} == names
 
 
+@pytest.mark.parametrize("size", [1e-30, 1e-9, 1.0, 1e9, 1e30])
+@pytest.mark.parametrize("shape", [(0,), (), (7,), (3, 5)])
+def test_an_error_in_float32_is_that_in_float64(size: float, shape: tuple[int, ...]) -> None:
+    """Also of numbers whose squares float32 does not hold, and with another default dtype."""
+    torch.manual_seed(0)
+    shadows, exact = Shadows(math.inf, {}), torch.randn(shape, dtype=torch.float64) * size
+    value = (exact * 1.3).float()
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(BF16)
+    try:
+        assert shadows.error(value, exact) == pytest.approx(relative_error(value, exact), rel=1e-4)
+        if value.numel():
+            assert shadows.error(torch.full_like(value, math.nan), exact) == math.inf
+    finally:
+        torch.set_default_dtype(before)
+
+
 @given(st.floats(1e-3, 1e3), st.sampled_from([HALF, BF16, torch.float32]), st.integers(0, 1000))
 @settings(max_examples=40, deadline=None)
 def test_rounding_alone_is_no_error(size: float, dtype: torch.dtype, seed: int) -> None:

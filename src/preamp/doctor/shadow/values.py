@@ -49,7 +49,7 @@ class Shadows:
         self._limit, self._casts = limit, casts
         self._of: dict[int, tuple[torch.dtype, Tensor, StorageWeakRef]] = {}
         self._bytes = 0
-        self._scratch = torch.empty(0)
+        self._scratch = torch.empty(0, dtype=torch.float32)
         self._sweep_at = 256
         self.whole = True
         """Whether all shadows of the step are kept."""
@@ -86,10 +86,8 @@ class Shadows:
         """As `relative_error`, in float32 and in memory that is there already: new pages take longer than numbers."""
         count = value.numel()
         if self._scratch.numel() < 2 * count or self._scratch.device != value.device:
-            self._scratch = torch.empty(2 * count, device=value.device)
-        exact, here = (
-            (part.view(value.shape) for part in self._scratch[: 2 * count].chunk(2)) if count else (shadow,) * 2
-        )
+            self._scratch = torch.empty(2 * count, dtype=torch.float32, device=value.device)
+        exact, here = self._scratch[: 2 * count].view(2, *value.shape)
         size = float(torch.linalg.vector_norm(exact.copy_(shadow)))
         held = _HELD[0] < size < _HELD[1]
         off = float(torch.linalg.vector_norm(here.copy_(value.detach()).sub_(exact))) if held else math.nan
