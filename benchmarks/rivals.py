@@ -143,7 +143,7 @@ def frozen(make: Callable[..., Any], before: int = 3000, after: int = 5000) -> f
 def main() -> None:
     """Measure, print, write."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("networks", nargs="*", default=["flights", "seresnext"])
+    parser.add_argument("networks", nargs="*", default=["flights", "unet", "bert", "seresnext"])
     parser.add_argument("--out", type=Path, default=Path("preamp-bench/rivals.json"))
     arguments = parser.parse_args()
     warnings.simplefilter("ignore")
