@@ -88,5 +88,5 @@ def launches(work: Callable[[], Any]) -> int | None:
         work()
         witness.add_(1)
         torch.cuda.synchronize()
-    seen = sum(event.device_type is torch.profiler.DeviceType.CUDA for event in profile.events())
+    seen = sum(event.device_type == torch.profiler.DeviceType.CUDA for event in profile.events())
     return None if seen < 2 else seen - 2

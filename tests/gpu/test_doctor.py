@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -43,7 +44,8 @@ def clamped() -> nn.Module:
 
 def test_a_hook_that_bounds_scaled_gradients_is_found() -> None:
     (finding,) = [f for f in watched(clamped()) if f.code == "PA106"]
-    assert finding.line == line_of(clamped, "g.clamp") and finding.file == __file__
+    assert finding.line == line_of(clamped, "g.clamp")
+    assert finding.file and Path(finding.file).absolute() == Path(__file__)  # relative where this folder is the base
 
 
 class LargeGradient(torch.autograd.Function):

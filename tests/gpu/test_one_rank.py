@@ -205,5 +205,5 @@ def test_data_parallel(level: str) -> None:
             session.backward(loss)
             session.step()
             session.zero_grad()
-            losses.append(float(loss))
+            losses.append(loss.item())
     assert losses[-1] < losses[0]

@@ -33,14 +33,11 @@ from .steps import (
     far,
     gradients,
 )
-from .where import EMULATED, INTERPRETED, inside
+from .where import INTERPRETED, KERNEL_FILES, ON_DEVICE, inside
 
 triton = pytest.importorskip("triton")
 OLD = tuple(map(int, triton.__version__.split(".")[:2])) < (3, 9)
-FILES = [
-    str(Path(__file__).with_name(name))
-    for name in ("test_kernels.py", "test_read_kernel.py", "test_eight_bit_kernels.py")
-]
+FILES = [str(Path(__file__).with_name(f"{name}.py")) for name in KERNEL_FILES]
 LOWS = [None, torch.float16, torch.bfloat16]
 
 STEP_ULP = 4
@@ -49,7 +46,7 @@ STEP_ULP = 4
 
 @pytest.mark.slow  # `tests/emulator` runs the same tests as code for a GPU
 @pytest.mark.skipif(OLD, reason="the interpreter of Triton 3.6 breaks on NumPy 2.4; only 3.9 was tried besides")
-@pytest.mark.skipif(INTERPRETED or EMULATED, reason="this is the process that it starts")
+@pytest.mark.skipif(INTERPRETED or ON_DEVICE, reason="this is the process that it starts")
 def test_in_the_interpreter() -> None:
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", *FILES]
     environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTEST_ADDOPTS": "", "OMP_NUM_THREADS": "1"}
