@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import warnings
+
 import pytest
 import torch
 import torch._dynamo
 import torch.nn.functional as F
+from benchmarks.counting import launches
 from torch import Tensor, nn
 
 import preamp
@@ -49,6 +52,52 @@ def test_an_optimizer_without_gradients_is_not_waited_for(name: str, schedule: s
         with no_waiting():
             for x, y in ready:
                 step(x, y)
+
+
+# -- writes through .data
+
+
+@pytest.mark.parametrize("pile", [1, 100, 2**24])
+def test_a_write_through_data_is_found_where_values_are_compared(pile: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("preamp.ledger.audit.PILE", pile)
+    torch.manual_seed(0)
+    convolution = nn.Conv2d(3, 4, 3).to(memory_format=torch.channels_last)
+    model = nn.Sequential(convolution, nn.Flatten(), nn.Linear(16, 3)).to(DEVICE)
+    optimizer = preamp.optim.SGD(model.parameters(), 0.0)
+    x = torch.ones(2, 3, 4, 4, device=DEVICE)
+    with preamp.prepare(model, optimizer, level="O2") as session, warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        with session.full_precision(values_only=True):
+            wanted = [parameter.clone() for parameter in model.parameters()]
+        for step in range(6):
+            with session.autocast():
+                loss = model(x).float().square().mean()
+            session.backward(loss)
+            if step == 2:
+                convolution.weight.data[1].mul_(3.0)
+                model[2].bias.data[0] = 7.0
+                wanted[0][1] = convolution.weight.data[1].float()
+                wanted[-1][0] = 7.0
+            session.step()
+            session.zero_grad()
+            torch.cuda.synchronize()
+        with session.full_precision(values_only=True):
+            assert all(map(torch.equal, model.parameters(), wanted))
+    assert any("written through .data" in str(warning.message) for warning in caught)
+
+
+def test_values_are_compared_in_few_launches() -> None:
+    layers = [nn.Linear(8, 8) for _ in range(40)]
+    model = nn.Sequential(*layers).to(DEVICE)
+    with preamp.prepare(model, preamp.optim.SGD(model.parameters(), 0.1), level="O2") as session:
+        counts = []
+        for _ in range(40):
+            with session.autocast():
+                loss = model(torch.ones(2, 8, device=DEVICE)).float().square().mean()
+            session.backward(loss)
+            counts.append(launches(session.step))
+            session.zero_grad()
+    assert max(counts[8:]) <= min(counts[8:]) + 160  # one by one the 80 parameters took 880 more
 
 
 # -- compiled

@@ -19,6 +19,9 @@ FIRST = 4
 EVERY = 32
 """Later steps are compared once in so many."""
 
+PILE = 2**24
+"""Elements that an accelerator compares at once; they take 18 bytes each for that long."""
+
 
 class Audit:
     """Compares parameters with their masters: in the first steps, now and then, and always once it has found a write.
@@ -73,16 +76,35 @@ class Audit:
     def _on_device(self, pairs: Sequence[tuple[Parameter, Leaf]]) -> None:
         """Compare and update without a host sync: the flag is read once it has arrived."""
         differ = []
-        for parameter, leaf in pairs:
-            low, master = held_here(parameter.data), held_here(leaf.stored)
-            kept = _rounds_to(master, low)
-            master.copy_(torch.where(kept, master, low.float()))
+        for pile in _piles([(held_here(leaf.stored), held_here(parameter.data)) for parameter, leaf in pairs]):
+            masters = [master for master, _ in pile]
+            wide, low = (torch.cat([tensor.reshape(-1) for tensor in side]) for side in zip(*pile, strict=True))
+            kept = _rounds_to(wide, low)
+            parts = torch.where(kept, wide, low.float()).split(list(map(Tensor.numel, masters)))
+            torch._foreach_copy_(masters, [part.view_as(m) for part, m in zip(parts, masters, strict=True)])
             differ.append(~kept.all())
-        if self._always:  # known already
+        if self._always or not differ:  # known already
             return
         names = ", ".join(leaf.name for _, leaf in pairs[:3])
         found = torch.stack([one.to(differ[0].device) for one in differ]).any()  # stages may be on several devices
         self._flags.append(FlagOnItsWay(f"one of {names}, ...", found))
+
+
+def _piles(pairs: Sequence[tuple[Tensor, Tensor]]) -> Iterator[list[tuple[Tensor, Tensor]]]:
+    """Masters and parameters of one device and dtype, piled up to `PILE` elements unless one has more.
+
+    Comparing them one by one takes ten launches a parameter: for the 394 of BERT-large a step of 0.1 s on an H200.
+    """
+    pile: list[tuple[Tensor, Tensor]] = []
+    kind, count = None, 0
+    for master, low in pairs:
+        if pile and (kind != (low.device, low.dtype) or count + low.numel() > PILE):
+            yield pile
+            pile, count = [], 0
+        kind, count = (low.device, low.dtype), count + low.numel()
+        pile.append((master, low))
+    if pile:
+        yield pile
 
 
 def agrees(parameter: Parameter, leaf: Leaf) -> bool:
