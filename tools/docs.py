@@ -16,6 +16,7 @@ from preamp.policy import LEVELS
 from preamp.report import Table
 from preamp.rules import TABLE
 
+from .docs_gpu import gpu_lists, gpu_steps
 from .docs_results import (
     any_optimizer,
     apex_door,
@@ -46,6 +47,7 @@ DOCUMENTS = (
     "docs/cpu.md",
     "docs/doctor.md",
     "docs/get-started.md",
+    "docs/gpu.md",
     "docs/index.md",
     "docs/levels.md",
     "docs/measured.md",
@@ -114,6 +116,8 @@ GENERATORS: dict[str, Callable[[Path], str]] = {
     "figures": figures,
     "figures_listed": figures_listed,
     "formats": formats,
+    "gpu_lists": gpu_lists,
+    "gpu_steps": gpu_steps,
     "host_time": host_time,
     "levels": levels,
     "any_optimizer": any_optimizer,

@@ -13,9 +13,11 @@ from typer.testing import CliRunner
 
 from preamp.cli._app import app
 
+from .docs_gpu import EIGHT, against, contenders_of, peak_share
 from .docs_results import PLACED, newest, spans_of_levels
 
 SITE = "https://preamp-amp.github.io/preamp/latest/"
+BERT, GPT = "BERT-large b16", "GPT-2048 b4"
 
 
 def _results(root: Path, theme: str) -> dict[str, Any]:
@@ -58,7 +60,23 @@ def measured(root: Path) -> tuple[Figure, ...]:
     sick = [row for row in versus["rows"] if row["group"] != "healthy"]
     named = sum(row["doctor"]["outcome"] in PLACED for row in sick)
     xeon = f"{native['cpu']} with AMX"
+    gpu = _results(root, "gpu")
+    trained = {row["name"]: contenders_of(row) for row in gpu["suites"]["steps"]}
+    steps = {work: f"{against(trained[work], 'preamp O2')['median']:.2f}" for work in (BERT, GPT)}
+    peaks = {work: f"{peak_share(trained[work], EIGHT):.2f}" for work in steps}
     return (
+        Figure(
+            f"{steps[BERT]} to {steps[GPT]} times",
+            "the speed of torch.amp in float16 on a GPU: a whole training step at O2, of BERT-large and of a GPT",
+            gpu["environment"]["gpu"], "gpu.md#whole-training-steps",
+            tuple((work, "preamp O2", speed) for work, speed in steps.items()),
+        ),
+        Figure(
+            f"{peaks[GPT]} to {peaks[BERT]}",
+            "of torch.amp's peak memory on a GPU: O5 with split masters and 8-bit states, the same networks",
+            gpu["environment"]["gpu"], "gpu.md#whole-training-steps",
+            tuple((work, EIGHT, share) for work, share in peaks.items()),
+        ),
         Figure(
             f"{large} to {small} times",
             "the speed of torch's GradScaler with fused Adam: the optimizer's step alone, by a session with "

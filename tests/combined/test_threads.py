@@ -80,6 +80,7 @@ def test_replicas_in_threads_train_as_the_whole_batch(level: str) -> None:
         assert (mine - other).float().norm() <= 8 * torch.finfo(LOW[level]).eps * other.float().norm() + 1e-6
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="nn.DataParallel moves the model to the GPU")
 @over(level=LEVELS, when=["before", "after"])
 def test_data_parallel_on_a_cpu_is_the_model(level: str, when: str) -> None:
     """Without accelerators nn.DataParallel calls the model it wraps."""

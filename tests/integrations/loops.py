@@ -80,7 +80,7 @@ def plain(
             for x, y in data()[i * MICRO : (i + 1) * MICRO]:
                 with session.autocast():
                     predicted = model(x).float()
-                loss = nn.functional.mse_loss(predicted, y.to(session.policy.params) if level in low else y)
+                loss = nn.functional.mse_loss(predicted, y.to(session.policy.params).float() if level in low else y)
                 session.backward(loss / MICRO)
                 losses.append(loss.item())
             CLIPS[clip](session, model)

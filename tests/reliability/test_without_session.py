@@ -86,7 +86,8 @@ def bare(model: nn.Module) -> nn.Module:
 
 
 def wrapped(model: nn.Module) -> nn.Module:
-    return nn.DataParallel(torch.compile(model, backend="eager"))
+    compiled = torch.compile(model, backend="eager")
+    return compiled if torch.cuda.is_available() else nn.DataParallel(compiled)  # which would move it to the GPU
 
 
 @pytest.mark.parametrize(("around", "saved_with"), [(bare, True), (wrapped, True), (bare, False), (wrapped, False)])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator, Sequence
+from itertools import accumulate, groupby
 
 import torch
 from torch import Tensor
@@ -20,7 +21,7 @@ EVERY = 32
 """Later steps are compared once in so many."""
 
 PILE = 2**24
-"""Elements that an accelerator compares at once; they take 18 bytes each for that long."""
+"""Elements that an accelerator compares at once: one by one BERT-large's 394 tensors took 0.1 s on an H200."""
 
 
 class Audit:
@@ -76,9 +77,11 @@ class Audit:
     def _on_device(self, pairs: Sequence[tuple[Parameter, Leaf]]) -> None:
         """Compare and update without a host sync: the flag is read once it has arrived."""
         differ = []
-        for pile in _piles([(held_here(leaf.stored), held_here(parameter.data)) for parameter, leaf in pairs]):
-            masters = [master for master, _ in pile]
-            wide, low = (torch.cat([tensor.reshape(-1) for tensor in side]) for side in zip(*pile, strict=True))
+        sides = [(held_here(leaf.stored), held_here(parameter.data)) for parameter, leaf in pairs]
+        piles = [end // PILE for end in accumulate(low.numel() for _, low in sides)]
+        for _, pile in groupby(zip(sides, piles, strict=True), lambda one: (one[1], one[0][1].device, one[0][1].dtype)):
+            masters, lows = zip(*(side for side, _ in pile), strict=True)
+            wide, low = (torch.cat([tensor.reshape(-1) for tensor in side]) for side in (masters, lows))
             kept = _rounds_to(wide, low)
             parts = torch.where(kept, wide, low.float()).split(list(map(Tensor.numel, masters)))
             torch._foreach_copy_(masters, [part.view_as(m) for part, m in zip(parts, masters, strict=True)])
@@ -88,23 +91,6 @@ class Audit:
         names = ", ".join(leaf.name for _, leaf in pairs[:3])
         found = torch.stack([one.to(differ[0].device) for one in differ]).any()  # stages may be on several devices
         self._flags.append(FlagOnItsWay(f"one of {names}, ...", found))
-
-
-def _piles(pairs: Sequence[tuple[Tensor, Tensor]]) -> Iterator[list[tuple[Tensor, Tensor]]]:
-    """Masters and parameters of one device and dtype, piled up to `PILE` elements unless one has more.
-
-    Comparing them one by one takes ten launches a parameter: for the 394 of BERT-large a step of 0.1 s on an H200.
-    """
-    pile: list[tuple[Tensor, Tensor]] = []
-    kind, count = None, 0
-    for master, low in pairs:
-        if pile and (kind != (low.device, low.dtype) or count + low.numel() > PILE):
-            yield pile
-            pile, count = [], 0
-        kind, count = (low.device, low.dtype), count + low.numel()
-        pile.append((master, low))
-    if pile:
-        yield pile
 
 
 def agrees(parameter: Parameter, leaf: Leaf) -> bool:

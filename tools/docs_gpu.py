@@ -1,0 +1,96 @@
+"""Tables of the documents that are made from the results of `./dev gpu`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from benchmarks.race import spread
+
+from preamp.report import Column, Table
+
+from .docs_results import committed
+
+EIGHT = "preamp O5, split masters, 8-bit states"
+ALIKE = {
+    "preamp O1": "torch.amp fp16", "preamp O2": "torch.amp fp16", "preamp O4": "torch.amp bf16",
+    "preamp O5": "torch.amp bf16", "preamp O5, split masters": "torch.amp bf16", EIGHT: "torch.amp bf16",
+    "preamp O2, captured": "torch.amp fp16, captured",
+}  # fmt: skip
+"""Contenders of preamp's, and what they are set against: torch.amp of the same dtype, a graph against a graph."""
+
+Contenders = Mapping[str, Mapping[str, Any]]
+
+
+def contenders_of(row: Mapping[str, Any]) -> Contenders:
+    """Those that did not fail, by name."""
+    return {each["name"]: each for each in row["contenders"] if not each.get("error")}
+
+
+def against(found: Contenders, ours: str) -> dict[str, float]:
+    """How many times as fast as torch.amp alike, by rounds."""
+    pairs = zip(found[ours]["seconds"], found[ALIKE[ours]]["seconds"], strict=True)
+    return spread([theirs / own for own, theirs in pairs])
+
+
+def peak_share(found: Contenders, ours: str) -> float:
+    """Peak memory as a share of torch.amp's.
+
+    Of torch.amp bf16's for all that is not captured: torch.amp fp16 ran first and has cuBLAS's workspace in its own.
+    """
+    theirs = ALIKE[ours] if "captured" in ours else "torch.amp bf16"
+    return float(found[ours]["peak bytes"] / found[theirs]["peak bytes"])
+
+
+def rows_of(results: Mapping[str, Any], suite: str) -> Iterator[tuple[str, str, Contenders]]:
+    """Work, contender, and all contenders of the work, with torch.amp's before preamp's."""
+    shown = [*dict.fromkeys(ALIKE.values()), *ALIKE]
+    for row in results["suites"][suite]:
+        found = contenders_of(row)
+        yield from ((row["name"], name, found) for name in shown if name in found)
+
+
+def told_of(results: Mapping[str, Any], suite: str) -> str:
+    """What figures mean, and where they are from."""
+    machine = results["environment"]
+    rounds = {len(each["seconds"]) for _, name, found in rows_of(results, suite) for each in [found[name]]}
+    return (
+        "Speed: time of torch.amp in the same dtype, a graph beside a graph, over time of this one, round by round; "
+        "its median, and an interval that holds the true median with 95 % or more. "
+        f"{machine['gpu']}, torch {machine['torch']}, preamp at {machine['commit']}, {rounds.pop()} rounds"
+    )
+
+
+@committed("gpu", "./dev gpu steps")
+def gpu_steps(results: dict[str, Any]) -> tuple[Table, str]:
+    """Whole training steps: time and peak memory."""
+    rows = []
+    for work, name, found in rows_of(results, "steps"):
+        ratio = against(found, name) if name in ALIKE else None
+        told = (None, None, None) if ratio is None else (ratio["median"], ratio["low"], ratio["high"])
+        share = peak_share(found, name) if name in ALIKE else None
+        kernels = found[name]["launches"]
+        rows.append((work, name, 1e3 * found[name]["stats"]["median"], *told, share, kernels))
+    columns = (
+        "network", "contender", Column("step", "ms", 2), Column("speed", "x", 2), Column("low", digits=2),
+        Column("high", digits=2), Column("peak memory", "of torch.amp's", 2), Column("kernels", digits=0),
+    )  # fmt: skip
+    what = {row["name"]: row["what"] for row in results["suites"]["steps"]}
+    return Table("", columns, rows), f"{'; '.join(f'{name}: {is_}' for name, is_ in what.items())}. " + told_of(
+        results, "steps"
+    )
+
+
+@committed("gpu", "./dev gpu lists")
+def gpu_lists(results: dict[str, Any]) -> tuple[Table, str]:
+    """Adam's step with the casts around it."""
+    rows = []
+    for work, name, found in rows_of(results, "lists"):
+        ratio = against(found, name) if name in ALIKE else None
+        told = (None, None, None) if ratio is None else (ratio["median"], ratio["low"], ratio["high"])
+        rows.append((work, name, 1e3 * found[name]["stats"]["median"], *told, found[name]["launches"]))
+    columns = (
+        "tensors", "contender", Column("step", "ms", 2), Column("speed", "x", 2), Column("low", digits=2),
+        Column("high", digits=2), Column("kernels", digits=0),
+    )  # fmt: skip
+    return Table("", columns, rows), told_of(results, "lists")
