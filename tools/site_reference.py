@@ -35,7 +35,6 @@ class Reference(griffe.Extension):
         for parameter in func.parameters:
             if str(parameter.default) == "_NOT_GIVEN":
                 parameter.default = None
-                parameter.annotation = str(parameter.annotation).removesuffix(" | _NotGiven")
 
     def on_package(self, *, pkg: griffe.Module, **_: Any) -> None:
         """Name the bases once all classes are read."""

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import preamp
-from preamp.errors import SessionError
+from preamp.errors import PreampWarning, SessionError
 
 from ..rows import over
 
@@ -275,3 +275,37 @@ def test_whole_steps_in_full_precision(level: str, library: str, cleared: str) -
                 run.session.zero_grad()
     (moved,) = run.moved()
     assert 0.018 < moved.norm() < 0.0201
+
+
+CHANGES = {
+    "clip": lambda p: torch.nn.utils.clip_grad_norm_(p, 1.0),
+    "clamp": lambda p: torch.nn.utils.clip_grad_value_(p, 0.1),
+    "halve": lambda p: [each.grad.mul_(0.5) for each in p],
+}
+
+
+@over(level=SCALED, library=LIBRARIES, change=CHANGES, by=["session", "scaler"])
+def test_gradients_that_are_clipped_while_scaled_are_told_of(level: str, library: str, change: str, by: str) -> None:
+    """As torch.nn.utils.clip_grad_norm_ without unscale_ clips them; what is linear does no harm and is not told."""
+    run = Run(level, library)
+    scaler = preamp.SessionScaler(run.session)
+    parameters = list(run.model.parameters())
+
+    def step(seed: int, *, unscale: bool = False) -> None:
+        loss = run.loss(seed)
+        run.session.backward(loss) if by == "session" else scaler.scale(loss).backward()
+        if unscale:
+            run.session.unscale_()
+        CHANGES[change](parameters)
+        run.session.step()
+        run.session.zero_grad()
+
+    step(1, unscale=True)
+    if change == "halve":
+        step(2)
+    else:
+        with pytest.warns(PreampWarning, match=r"loss scale 1024.*session\.clip_grad_norm_.*unscale_") as told:
+            step(2)
+        assert len(told) == 1 and told[0].filename == __file__
+        step(3)  # once is enough
+    run.session.close()

@@ -1,8 +1,7 @@
 """A whole training step as one CUDA graph: forward, backward, scaling, optimizer, all without the host.
 
 For networks whose kernels are shorter than the time Python takes to launch them. It works because a session's step has
-no host sync, and because all that a step changes (scales, counts of skips, masters, states) is in tensors that keep
-their addresses.
+no host sync, and keeps all that it changes (scales, counts of skips, masters, states) in tensors with fixed addresses.
 """
 
 from __future__ import annotations
@@ -81,8 +80,7 @@ class CapturedStep:
             )
         if self._eager:
             warnings.warn(
-                f"session.capture() makes CUDA graphs, and this session is on {session.device_type}: the step runs as "
-                "it is written",
+                f"capture() makes CUDA graphs, and this session is on {session.device_type}: the step runs as written",
                 PreampWarning,
                 stacklevel=3,
             )
@@ -258,7 +256,7 @@ class Rates:
     def restore(self) -> None:
         """Turn rates into numbers again, or the caller's tensors, with their current values.
 
-        Also rates that were loaded since then, from a state that has tensors. A host sync.
+        Also rates that were loaded since, from a state with tensors. A host sync.
         """
         for (optimizer, index), given in self._given.items():
             if index >= len(optimizer.param_groups):

@@ -54,15 +54,9 @@ class Memory:
         """The rows, and their sum."""
         from ..report import Column, Table  # not needed to train
 
-        columns = (
-            "kind",
-            "dtype",
-            Column("bytes", align="right"),
-            Column("size", "GiB", 3),
-            Column("bytes a parameter", "", 2),
-        )
+        numbers = Column("bytes", align="right"), Column("size", "GiB", 3), Column("bytes a parameter", "", 2)
         cells = [self.cells(row.kind, name_of(row.dtype), row.bytes) for row in self.rows]
-        return Table(title, columns, [*cells, self.cells("all", "", self.total)])
+        return Table(title, ("kind", "dtype", *numbers), [*cells, self.cells("all", "", self.total)])
 
     def cells(self, kind: str, dtype: str, size: int) -> tuple[Cell, ...]:
         """A row of the table."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import weakref
+import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import chain
 from typing import Any
@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
-from ..errors import SessionError
+from ..errors import PreampWarning, SessionError
 from ..kernels import multiply_, present_in
 from ..ledger import Gradients, Masters, parameters_of
 from ..scaling import LossScale
@@ -21,7 +21,8 @@ from ._checks import is_marked
 from ._losses import Losses, PendingScales
 from ._others import OtherLeaves
 from ._regions import FullPrecision
-from ._released import Released
+from ._released import Released, weakly
+from ._report import StepReport
 
 LOOKED_AT = 16
 """Parameters of an optimizer whose gradients are looked at as they come."""
@@ -30,8 +31,8 @@ LOOKED_AT = 16
 class CallOrder:
     """Checks calls before they do anything, and notices backward passes that are not the session's.
 
-    For that it hooks some parameters of each optimizer. Hooks on all of a thousand parameters would take as long as the
-    backward pass of a small model. A pass that reaches none of the hooked ones goes unnoticed.
+    For that it hooks some parameters of each optimizer: hooks on a thousand would take as long as the backward pass of
+    a small model. A pass that reaches none of the hooked ones goes unnoticed.
     """
 
     def __init__(
@@ -47,6 +48,8 @@ class CallOrder:
         """How many of the session's backward passes are running."""
         self._seen: dict[Optimizer, list[Parameter]] = {}
         self._hooks: list[Any] = []
+        self._looks, self._changed = 0 if losses.separate_scales else 20, False
+        """In how many more steps changes of scaled gradients are looked for, and whether the last one had some."""
         for optimizer in self._optimizers if losses.scaled and not is_stage else ():
             some = self._seen[optimizer] = _some(p for p in parameters_of(optimizer) if p.is_leaf and p.requires_grad)
             self._look_at(some, CallOrder._gradient_came, optimizer)
@@ -54,7 +57,7 @@ class CallOrder:
             self._look_at(_some(masters), CallOrder._nobody_steps)
 
     def _look_at(self, parameters: list[Parameter], method: Callable[..., None], *args: Any) -> None:
-        came = _weakly(self, method, *args)
+        came = weakly(method, self, *args)
         self._hooks += [parameter.register_post_accumulate_grad_hook(came) for parameter in parameters]
 
     def close(self) -> None:
@@ -78,7 +81,7 @@ class CallOrder:
 
     def _nobody_steps(self, parameter: Parameter | None = None) -> None:
         """Refuse a backward pass whose gradients no optimizer steps; `parameter`: one that has got a gradient."""
-        if parameter is not None and self._full.depth:
+        if parameter is not None and (self._ours or self._full.depth):
             return
         scaled = self._losses.scaled and parameter is None
         why = "are multiplied by the loss scale" if scaled else "belong to 16-bit copies of float32 masters"
@@ -98,10 +101,16 @@ class CallOrder:
     def _scaled_goes_back(self, _: Tensor) -> None:
         if not self._full.depth:
             self._gradients.rest()
-        self._others.mark_after_this()
+        self._others.mark_after_this(self.came)
+
+    def came(self) -> None:
+        """Note the versions of some gradients as a scaled backward pass has left them, in the first steps."""
+        for parameter in chain.from_iterable(self._seen.values()) if self._looks else ():
+            if parameter.grad is not None:
+                parameter.grad._preamp_came = parameter.grad._version  # type: ignore[attr-defined]
 
     def _gradient_came(self, optimizer: Optimizer, parameter: Parameter) -> None:
-        if self._scaled_by_hand or self._full.depth or parameter.grad is None:
+        if self._ours or self._scaled_by_hand or self._full.depth or parameter.grad is None:
             return
         if optimizer in self._gradients and self._gradients[optimizer].true:
             return
@@ -128,6 +137,7 @@ class CallOrder:
         `shares`: optimizers have parameters in common, which clip one by one.
         """
         self.check_full(f"{name}()")
+        self._looks = 0  # from here on clipping is the session's, which may change gradients before the step
         if shares and len(chosen) > 1:
             raise SessionError(
                 "optimizers of this session have parameters in common, whose gradients would be clipped once for each: "
@@ -177,7 +187,28 @@ class CallOrder:
                 f"step() of this {type(again[0]).__name__} a second time after one session.backward(): its gradients "
                 "are unscaled already, and would be once more. Step each optimizer once for each backward pass"
             )
+        if self._looks:
+            self._looks -= 1
+            scaled = [each for each in chosen if each not in self._gradients or not self._gradients[each].true]
+            some = [p.grad for each in scaled for p in self._seen.get(each, ()) if p.grad is not None]
+            self._changed = any(getattr(g, "_preamp_came", g._version) != g._version for g in some)
         return ran
+
+    def tell_of_clipping(self, report: StepReport) -> None:
+        """Warn if gradients were changed by hand while they were scaled, and are as small as clipped true ones."""
+        changed, self._changed = self._changed, False
+        if not changed or (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()):
+            return
+        if report.scale < 256 or not report.scale * report.grad_norm <= 100:  # not finite, perhaps
+            return
+        self._looks = 0
+        warnings.warn(
+            f"gradients were changed after backward, while they were multiplied by the loss scale {report.scale:g}: "
+            f"the true ones now have the norm {report.grad_norm:.2g}. To clip, write session.clip_grad_norm_(max_norm); "
+            "for any other change call session.unscale_() first, or scaler.unscale_(optimizer)",
+            PreampWarning,
+            stacklevel=3,
+        )
 
     def _check_all_came(self, chosen: Sequence[Optimizer]) -> None:
         """Check, in a step that a hook makes during backward, that the optimizer has all of its gradients."""
@@ -253,6 +284,7 @@ class BackwardPass:
         order = self._order
         order._ours -= 1
         order._others.mark(self._before)
+        order.came()
         if failed is not None and self._first:
             order._pending.forget(self._name)
         if failed is not None and self._released is not None:
@@ -263,19 +295,3 @@ def _some(parameters: Iterable[Parameter]) -> list[Parameter]:
     """Up to seventeen of them, evenly spread, the first and the last among them."""
     every = list(parameters)
     return every[:: max(1, len(every) // LOOKED_AT)][:LOOKED_AT] + every[LOOKED_AT:][-1:]
-
-
-def _weakly(order: CallOrder, method: Callable[..., None], *args: Any) -> Callable[[Parameter], None]:
-    """A hook with weak references to the session and its optimizers.
-
-    Python's garbage collector cannot see what a tensor's hook holds, so strong ones would keep a lost session alive for
-    good. During the session's own backward pass the hook does nothing.
-    """
-    known, others = weakref.ref(order), list(map(weakref.ref, args))
-
-    def came(parameter: Parameter) -> None:
-        alive = known()
-        if alive is not None and not alive._ours:
-            method(alive, *(other() for other in others), parameter)
-
-    return came

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -45,10 +46,10 @@ class OtherLeaves:
             leaves = [getattr(node, "variable", None) for node in nodes_behind(loss)]
             self._found.update({id(p): weakref.ref(p) for p in leaves if p is not None and id(p) not in own})
 
-    def mark_after_this(self) -> None:
-        """Call `mark` at the end of the scaled backward pass that is running, and has just begun."""
-        before = self.gradients()
-        _engine.queue_callback(lambda: self.mark(before))
+    def mark_after_this(self, then: Callable[[], None]) -> None:
+        """Call `mark`, and `then`, at the end of the scaled backward pass that is running, and has just begun."""
+        _engine.queue_callback(functools.partial(self.mark, self.gradients()))
+        _engine.queue_callback(then)
 
     def scaled(self) -> set[Tensor]:
         """Select leaves whose gradients are multiplied by the loss scale, and have not been changed since."""

@@ -32,18 +32,14 @@ from ._step import SKIPS
 Models = nn.Module | Sequence[nn.Module] | Mapping[str, nn.Module]
 
 
-class _NotGiven:
-    pass
-
-
-_NOT_GIVEN = _NotGiven()
+_NOT_GIVEN: Any = object()
 
 Optimizers = Optimizer | Sequence[Optimizer] | Mapping[str, Optimizer] | None
 
 
 def prepare(
     model: Models,
-    optimizer: Optimizers | _NotGiven = _NOT_GIVEN,
+    optimizer: Optimizers = _NOT_GIVEN,
     level: str | None = None,
     *,
     policy: Policy | str | Mapping[str, Any] | None = None,
@@ -84,7 +80,7 @@ def prepare(
 
     >>> session = preamp.prepare(model, optimizer, level="O4")
     """
-    if isinstance(optimizer, _NotGiven):
+    if optimizer is _NOT_GIVEN:
         raise SessionError(
             "prepare() was given no optimizer: it steps the float32 masters, and a loss scale keeps it from steps that "
             "overflowed. Write prepare(model, optimizer), or prepare(model, None) for inference"

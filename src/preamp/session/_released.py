@@ -1,8 +1,7 @@
 """Gradients that are released: each parameter steps as soon as its gradient is complete, which is then freed.
 
-So a backward pass holds one gradient at a time instead of all. Whatever needs all of them at once cannot be had: a loss
-scale, whose flag says whether to step at all, clipping by the common norm, accumulation. What cannot be is an error at
-`prepare`, or at the first call.
+So a backward pass holds one gradient at a time. What needs all of them at once is refused, at `prepare` or at the first
+call: a loss scale, clipping by the common norm, accumulation.
 """
 
 from __future__ import annotations
@@ -94,7 +93,7 @@ class Released:
         for optimizer in self._optimizers:
             for parameter in parameters_of(optimizer):
                 if parameter.requires_grad and parameter not in self._hooks:
-                    came = _weakly(self, optimizer)
+                    came = weakly(Released.came, self, optimizer)
                     self._hooks[parameter] = parameter.register_post_accumulate_grad_hook(came)
 
     def came(self, optimizer: FusedOptimizer, parameter: Parameter) -> None:
@@ -147,14 +146,13 @@ class Released:
             hook.remove()
 
 
-def _weakly(released: Released, optimizer: FusedOptimizer) -> Callable[[Tensor], None]:
+def weakly(method: Callable[..., None], owner: Any, *args: Any) -> Callable[[Tensor], None]:
     """A hook that keeps no session alive: what one on a tensor holds, Python's collector cannot see."""
-    this, its = weakref.ref(released), weakref.ref(optimizer)
+    known = [weakref.ref(each) for each in (owner, *args)]
 
     def came(parameter: Tensor) -> None:
-        alive, steps = this(), its()
-        if alive is not None and steps is not None:
-            assert isinstance(parameter, Parameter)
-            alive.came(steps, parameter)
+        alive = [each() for each in known]
+        if all(each is not None for each in alive):
+            method(*alive, parameter)
 
     return came

@@ -12,19 +12,18 @@ class StepReport:
     """What `Session.step` did. Its fields are read from the device at first access, which is a host sync.
 
     A report is a value of its own: later steps do not change it.
+
+    >>> session.backward(loss)
+    >>> if not session.step().skipped:
+    ...     schedule.step()
     """
 
     __slots__ = ("_found", "_names", "_nonfinite", "_norm", "_parts", "_scale", "index")
 
     def __init__(
-        self,
-        index: int,
-        found: Tensor | bool,
-        scale: Tensor | float,
-        norm: Tensor | float,
-        nonfinite: Tensor | tuple[str, ...],
-        names: Callable[[], Sequence[str]],
-    ) -> None:
+        self, index: int, found: Tensor | bool, scale: Tensor | float, norm: Tensor | float,
+        nonfinite: Tensor | tuple[str, ...], names: Callable[[], Sequence[str]],
+    ) -> None:  # fmt: skip
         self.index = index
         """Which attempt at a step this was, counted from 0."""
         self._found: Tensor | bool = found

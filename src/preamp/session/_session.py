@@ -54,25 +54,22 @@ class Session:
 
     A context manager: leaving it, or `close()`, restores model, optimizer and torch; parameters keep the values that
     training gave them.
+
+    >>> with preamp.prepare(model, optimizer, level="O4") as session:
+    ...     for x, y in loader:
+    ...         with session.autocast():
+    ...             loss = loss_fn(model(x), y)
+    ...         session.backward(loss)
+    ...         session.step()
+    ...         session.zero_grad()
     """
 
     def __init__(
-        self,
-        models: Mapping[str, nn.Module],
-        optimizers: Mapping[str, Optimizer],
-        policy: Policy,
-        losses: Losses,
-        masters: Masters,
-        conversions: Sequence[Conversion],
-        device_type: str,
-        skip: str = "auto",
-        group: Any = None,
-        given: Mapping[str, Any] | None = None,
-        earlier: Mapping[nn.Parameter, Tensor] | None = None,
-        shares: bool = False,
-        why: str | None = None,
-        release: bool = False,
-    ) -> None:
+        self, models: Mapping[str, nn.Module], optimizers: Mapping[str, Optimizer], policy: Policy, losses: Losses,
+        masters: Masters, conversions: Sequence[Conversion], device_type: str, skip: str = "auto", group: Any = None,
+        given: Mapping[str, Any] | None = None, earlier: Mapping[nn.Parameter, Tensor] | None = None,
+        shares: bool = False, why: str | None = None, release: bool = False,
+    ) -> None:  # fmt: skip
         self.policy = policy
         """The policy in force."""
         self.device_type = device_type
@@ -349,6 +346,7 @@ class Session:
         self.last_step = report = StepReport(self._attempts, read.found, scale, norm, read.nonfinite, names)
         self._losses.skips.count(self._attempts, read.found, host_skipped)
         self._attempts += 1
+        self._order.tell_of_clipping(report)
         self._pending.stepped(chosen, read, host_skipped)
         if len(chosen) == len(self._optimizers):
             self._settle(None)
