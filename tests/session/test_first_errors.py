@@ -159,8 +159,12 @@ def test_what_is_said_about_something_else_than_an_optimizer(what: str) -> None:
 
 def test_what_is_said_about_other_arguments() -> None:
     model = mlp()
-    with pytest.raises(PolicyError, match=r"no field 'opt_level'; .*Apex's opt_level is level= here"):
+    with pytest.raises(PolicyError, match=r"no field 'opt_level'; .*opt_level of Apex or torch.amp is level= here"):
         preamp.prepare(model, adamw(model), opt_level="O2")
+    with pytest.raises(PolicyError, match=r"dtype of Apex or torch.amp is level=, 'O4' for bfloat16"):
+        preamp.prepare(model, adamw(model), dtype=torch.bfloat16)
+    with pytest.raises(PolicyError, match=r"init_scale of Apex or torch.amp is of scale=DynamicScale\(\.\.\.\) here"):
+        preamp.prepare(model, adamw(model), init_scale=4.0)
     with pytest.raises(PolicyError, match=r"Write masters$"):
         preamp.prepare(model, adamw(model), master=True)
     with pytest.raises(AttributeError, match=r"write preamp.prepare\(.*install_as_apex\(\)"):

@@ -24,14 +24,12 @@ SCHEDULES = ("dynamic", "hysteresis")
 
 _SCALES = "a loss scale is a finite number above 0, 'dynamic' or 'hysteresis'"
 
-_APEX = {
-    "opt_level": "level=",
-    "cast_model_type": "params=",
-    "keep_batchnorm_fp32": "norms=",
-    "master_weights": "masters=",
-    "loss_scale": "scale=",
-}
-"""What arguments of Apex's amp.initialize are called."""
+_ELSEWHERE = {
+    "opt_level": "level=", "cast_model_type": "params=", "keep_batchnorm_fp32": "norms=", "master_weights": "masters=",
+    "loss_scale": "scale=", "dtype": "level=, 'O4' for bfloat16 and 'O1' for float16,",
+    **dict.fromkeys(("init_scale", "growth_factor", "backoff_factor", "growth_interval"), "of scale=DynamicScale(...)"),
+}  # fmt: skip
+"""What arguments of Apex's amp.initialize, of torch.autocast and of GradScaler are called here."""
 
 Precision = Literal["full", "low"] | torch.dtype
 """Precision of a module override: "full" (float32), "low" (the policy's compute dtype), or a dtype."""
@@ -73,7 +71,7 @@ class Policy:
         legal = {f.name for f in fields(self)}
         for name in changes:
             if name not in legal:
-                hint = f". Apex's {name} is {_APEX[name]} here" if name in _APEX else ""
+                hint = f". {name} of Apex or torch.amp is {_ELSEWHERE[name]} here" if name in _ELSEWHERE else ""
                 near = get_close_matches(name, legal, n=1)
                 hint = hint or (f". Write {near[0]}" if near else "")
                 raise PolicyError(f"a policy has no field {name!r}; it has {', '.join(sorted(legal))}{hint}")
