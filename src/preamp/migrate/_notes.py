@@ -90,7 +90,7 @@ LINES = {
     "amp.register_float_function": 'preamp.prepare(..., policy="O1; op NAME -> full")',
     "amp.init": "session = preamp.prepare(model, optimizer, level=...)",
     "amp._amp_state": "session.loss_scale(), session.skipped, session.policy",
-    "optimizers.FusedAdam": "preamp.optim.AdamW(..., weight_decay=0.0), or preamp.optim.Adam for adam_w_mode=False",
+    "optimizers.FusedAdam": "preamp.optim.AdamW, weight_decay=0.0 if none is given; Adam for adam_w_mode=False",
     "optimizers.FusedSGD": "preamp.optim.SGD",
     "optimizers.FusedLAMB": "preamp.optim.LAMB",
     "optimizers.FusedNovoGrad": "preamp.optim.NovoGrad",

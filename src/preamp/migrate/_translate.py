@@ -104,7 +104,7 @@ class _Translation:
         need(plain and not waits, call, "amp.initialize is called under a condition, in a class or a generator")
         given = {arg.keyword.value: script.code(arg.value).replace('"', "'") for arg in call.args[2:]}
         level = given.get("opt_level", "'O1'")
-        need(level in ("'O0'", "'O1'", "'O4'"), call, f"the level is {level}: masters begin alike at O0, O1 and O4")
+        need(level in ("'O0'", "'O1'", "'O4'"), call, f"the level is {level}: only O0, O1 and O4 train as Apex does")
         self.is_scaled = level == "'O1'"
         usual = {"opt_level": level, "loss_scale": "'dynamic'" if self.is_scaled else "None", "verbosity": ""}
         more = [word for word, text in given.items() if text != usual.get(word) and word != "verbosity"]
