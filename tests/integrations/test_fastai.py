@@ -250,7 +250,7 @@ def test_the_progress_table(tmp_path: Path) -> None:
         return (outputs - wanted).abs().mean()
 
     learn = learner(tmp_path, rows=data()[: 9 * MICRO], metrics=mae).to_preamp("O2")
-    with pytest.raises(SessionError, match="no session yet"):
+    with pytest.raises(SessionError, match="no session now"):
         learn.preamp.session
     learn.fit(1, LR)
     names = ["epoch", "train_loss", "valid_loss", "mae", "loss_scale", "skipped_steps", "time"]

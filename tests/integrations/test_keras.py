@@ -160,7 +160,7 @@ def test_a_training_step_of_ones_own_and_the_way_back() -> None:
     model = Own()
     model.compile("adam", "mse")
     attached = attach(model, "O4")
-    with pytest.raises(SessionError, match="no session yet"):
+    with pytest.raises(SessionError, match="no session now"):
         attached.session
     fit(model)
     assert attached.session.steps == STEPS and 1 <= attached.session.skipped < 5 and seen[-1]

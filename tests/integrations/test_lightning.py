@@ -176,7 +176,7 @@ def test_a_step_without_a_loss(tmp_path: Path) -> None:
 def test_no_session_outside_of_a_fit() -> None:
     plugin = PreampPrecision("O2")
     assert plugin.precision == "preamp-O2" and plugin.state_dict() == {}
-    with pytest.raises(SessionError, match=r"no session yet: Trainer\.fit"):
+    with pytest.raises(SessionError, match=r"no session now: Trainer\.fit"):
         plugin.session
     with pytest.raises(ValueError, match=r"(?i)received both .precision"):
         L.Trainer(precision="bf16-mixed", plugins=[plugin], accelerator="cpu", logger=False)

@@ -30,7 +30,7 @@ class Host:
     def session(self) -> Session:
         """The session that trains; `SessionError` where there is none: before it begins, and after `close`."""
         if self._session is None:
-            raise SessionError(f"no session yet: {self._not_yet}")
+            raise SessionError(f"no session now: {self._not_yet}")
         return self._session
 
     @property

@@ -148,7 +148,7 @@ class Trials:
         if best is None and not tried:
             return None, "none: the line calls modules, all of which would run in float32, or is not to be read"
         if best is None:
-            return None, f"{tried} change{'s' * (tried > 1)} of this line and of those before it tried, none helps"
+            return None, f"{tried} change{'s' * (tried > 1)} of this line and of those before it: none helps"
         return f"{best[1]}\n# tried: {best[2]}", best[2]
 
     def adds_up(self) -> tuple[Fact, str, str] | None:

@@ -168,7 +168,7 @@ class Shadowed(Observer):
 
     def told(self) -> dict[str, Any]:
         """What was followed, for the record."""
-        skipped = {spelled(name): count for name, count in self.skipped.most_common()}
+        skipped = {spelled(n): c for n, c in self.skipped.most_common() if not n.startswith("_amp_")}  # a scaler's
         return {"operators": self.operators, "skipped": skipped, "whole": self.shadows.whole}
 
     def _product(self, call: Call) -> list[Tensor]:
