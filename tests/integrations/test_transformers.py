@@ -137,6 +137,10 @@ def test_bert_resumes_bit_for_bit_and_is_saved_in_float32(level: str, tmp_path: 
 
 
 def test_what_it_refuses(tmp_path: Path) -> None:
+    trainer = trainer_of(Network(), "preamp", tmp_path, Stream())
+    with pytest.raises(PolicyError, match="there is no level 'bf16'"):
+        attach(trainer, "bf16")
+    attach(trainer, "Auto")
     with pytest.raises(SessionError, match="takes a Trainer; this is"):
         attach(nn.Linear(2, 2), "O5")
     low = trainer_of(Network(), "preamp", tmp_path, Stream(), bf16=True)

@@ -7,14 +7,14 @@ from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import Any, ClassVar
 
 from ..errors import SessionError
+from ..policy import policy
 from ..session import Session, prepare
 
 
 class Host:
-    """Holds the session of a framework's loop.
+    """Holds the session of a framework's loop, with `options` for `preamp.prepare`.
 
-    `options` are those of `preamp.prepare`. An adapter says when the session begins (`_begin`) and where its framework
-    scales, steps, saves and loads.
+    An adapter says when the session begins (`_begin`) and where its framework scales, steps, saves and loads.
     """
 
     _not_yet: ClassVar[str]
@@ -25,6 +25,8 @@ class Host:
 
     def __init__(self, options: dict[str, Any]) -> None:
         self._options = options
+        if str(options.get("level") or "auto").strip().lower() != "auto":  # which is chosen once the device is known
+            policy(options["level"])  # a name that is none is an error here, not when training begins
 
     @property
     def session(self) -> Session:
@@ -39,10 +41,7 @@ class Host:
         return self._session is not None
 
     def close(self) -> None:
-        """Close the session: models and optimizers go on in float32. The second call does nothing.
-
-        Checkpoints that are saved later still have its state.
-        """
+        """Close the session: models and optimizers go on in float32, and later checkpoints still have its state."""
         if self._session is not None:
             with suppress(Exception):  # of a scale that has collapsed, or a device that failed: training has raised it
                 self._last = self.state_dict()
