@@ -204,8 +204,8 @@ class CallOrder:
         self._looks = 0
         warnings.warn(
             f"gradients were changed after backward, while they were multiplied by the loss scale {report.scale:g}: "
-            f"the true ones now have the norm {report.grad_norm:.2g}. To clip, write session.clip_grad_norm_(max_norm); "
-            "for any other change call session.unscale_() first, or scaler.unscale_(optimizer)",
+            f"the true ones have the norm {report.grad_norm:.2g}. To clip, write session.clip_grad_norm_(max_norm). "
+            "For any other change call session.unscale_() first, or scaler.unscale_(optimizer)",
             PreampWarning,
             stacklevel=3,
         )
