@@ -22,6 +22,8 @@ def half_function(function: F) -> F:
 
     Works on positional and keyword arguments, nested in lists, tuples, dicts and dataclasses. float64 and integer
     tensors are left alone. Outside a region the function is called as it is. Also a decorator.
+
+    >>> square = preamp.half_function(torch.square)
     """
 
     @functools.wraps(function)
@@ -39,6 +41,8 @@ def float_function(function: F) -> F:
     """Inside a 16-bit region, `function` gets float32 tensors and everything in it runs in float32.
 
     For code of your own that must not round: a custom normalisation, a physical loss. Also a decorator.
+
+    >>> norm = preamp.float_function(torch.linalg.vector_norm)
     """
 
     @functools.wraps(function)
@@ -53,7 +57,10 @@ def float_function(function: F) -> F:
 
 
 def promote_function(function: F) -> F:
-    """Inside a 16-bit region, `function` gets its float tensors in the widest dtype among them. Also a decorator."""
+    """Inside a 16-bit region, `function` gets its float tensors in the widest dtype among them. Also a decorator.
+
+    >>> add = preamp.promote_function(torch.add)
+    """
 
     @functools.wraps(function)
     def promote(*args: Any, **kwargs: Any) -> Any:

@@ -44,10 +44,7 @@ class _Here(threading.local):
 
 
 class RegionNodes:
-    """Intervals of sequence numbers, disjoint and in order.
-
-    Each thread numbers its own nodes. The intervals are in one list, since a node does not record its thread.
-    """
+    """Intervals of sequence numbers, disjoint and in order; one list for all threads, as no node records its own."""
 
     def __init__(self) -> None:
         self._begins: list[int] = []

@@ -145,10 +145,7 @@ _NOT_EXPORTED = (
 
 @contextmanager
 def _traced(device_type: str, dtype: torch.dtype | None, enabled: bool, cache_enabled: bool | None) -> Iterator[None]:
-    """A region, marked, in regions of torch's alone: those are what dynamo knows, in every release.
-
-    The marker's dtype need not name the rules here: `REGISTRY.stamp`, which has been read, does.
-    """
+    """A region, marked, in regions that every dynamo knows; `REGISTRY.stamp`, which has been read, names the rules."""
     with torch.autocast(MARKER, dtype=COMPILED), torch.autocast(device_type, dtype, enabled, cache_enabled):
         yield
 

@@ -189,10 +189,7 @@ def _install(rules: OpRules, device_type: str) -> list[torch.library.Library]:
 
 @functools.cache
 def _kernels_of(rules: OpRules, device_type: str) -> list[tuple[str, str, _kernels.Kernel]]:
-    """A kernel for each operator whose rule differs from torch's on the device: (namespace, name, kernel).
-
-    Kept, since each session installs them, and making them takes longer than that.
-    """
+    """A kernel for each operator whose rule differs from torch's: (namespace, name, kernel); kept for each session."""
     found = []
     changed = dict(rules.changes)
     for name, category in rules.ruled():

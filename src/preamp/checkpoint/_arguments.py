@@ -42,10 +42,7 @@ def check_kind(what: str, value: Any, method: str = "state_dict") -> None:
 
 
 def named(what: str, value: Any, method: str = "state_dict") -> dict[str, Any]:
-    """Objects by the names of their states in a checkpoint: "model" for one alone, "model:a" for one of several.
-
-    Those of a list are "0", "1", ..., as `prepare` names them. `CheckpointError` if one is of another kind.
-    """
+    """Objects by the names of their states: "model" alone, "model:a" of several, "model:0" of a list; or an error."""
     if isinstance(value, (list, tuple)):
         value = value[0] if len(value) == 1 else {str(index): each for index, each in enumerate(value)}
     objects = {f"{what}:{name}": each for name, each in value.items()} if isinstance(value, Mapping) else {what: value}

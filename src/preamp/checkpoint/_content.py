@@ -19,10 +19,7 @@ _DICTS = (dict, OrderedDict, Counter)
 
 
 def kept_on_host(value: Any) -> Any:
-    """A copy of `value` that nothing outside can change: tensors on the host, new containers.
-
-    A tensor that occurs twice, as tied weights do, is copied once.
-    """
+    """A copy of `value` that nothing outside can change: tensors on the host, tied ones once, in new containers."""
     made: dict[Any, Tensor] = {}
 
     def to_host(tensor: Tensor) -> Tensor:

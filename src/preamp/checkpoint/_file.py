@@ -117,10 +117,7 @@ def sha256_of(path: AnyPath) -> str:
 
 
 class _Sealing:
-    """What `torch.save` writes to: passes bytes on, hashes them, and keeps the first error of the system.
-
-    torch's writer turns such an error into one of its own that no longer says what happened.
-    """
+    """What `torch.save` writes to: passes bytes on, hashes them, keeps the system's first error, which torch drops."""
 
     def __init__(self, file: IO[bytes]) -> None:
         self._file, self._hash = file, hashlib.sha256()

@@ -32,6 +32,8 @@ def load(
 
     Raises `CheckpointError` for a file that is not one, is damaged, lacks what an object needs or does not fit it;
     `StateError` when it does not fit the session; `OSError` when it cannot be opened.
+
+    >>> content = preamp.checkpoint.load("last.pt", model=model, optimizer=optimizer, session=session)
     """
     check_path(path)
     models = {} if model is None else named("model", model, "load_state_dict")

@@ -52,10 +52,7 @@ def on_all_ranks(work: Callable[[], T], what: str, group: Any = None) -> list[T]
 
 
 def own_group() -> Any:
-    """A group of all ranks, over gloo, for threads whose exchanges must not mix with those of training.
-
-    All ranks ask for it together; made once for each default group.
-    """
+    """A group of all ranks, over gloo, for threads beside training: asked for by all, made once a default group."""
     global _group
     if _group is None or _group[0] is not dist.group.WORLD:
         _group = (dist.group.WORLD, dist.new_group(backend="gloo"))

@@ -28,8 +28,9 @@ def save(
     folder must exist. Returns when file and name are on the disk.
 
     Raises `CheckpointError` for content that could not be loaded and for the session of other models, and `OSError`,
-    with the path and the system's reason (a full disk), when it cannot be written; the old file stays, and no other is
-    left.
+    with path and reason, when it cannot be written (a full disk); the old file stays, and no other is left.
+
+    >>> preamp.checkpoint.save("last.pt", model=model, optimizer=optimizer, session=session, schedule=schedule, step=7)
     """
     content = _content(path, model, optimizer, session, extra)
     finish()

@@ -48,6 +48,8 @@ def save_sharded(folder: AnyPath, *, model: nn.Module, optimizer: Optimizer, ses
     parameters the masters are written, as they are kept. Returns on all ranks when the checkpoint is whole, and the one
     before it is gone. Where it fails on one rank it fails on all, and the one before it stays. `CheckpointError` for a
     folder that the ranks do not share, and for pipeline stages.
+
+    >>> preamp.checkpoint.save_sharded("last", model=model, optimizer=optimizer, session=session)
     """
     check_path(folder)
     finish()
@@ -62,6 +64,8 @@ def save_sharded_async(
     The copies lie in host memory. Ranks exchange over gloo, in a group of their own. Call `result()` of what it returns
     before the process group is destroyed, and before relying on the checkpoint; a failure is a `PreampWarning` too.
     Without a process group it writes before it returns.
+
+    >>> saving = preamp.checkpoint.save_sharded_async("last", model=model, optimizer=optimizer, session=session)
     """
     check_path(folder)
     finish()
@@ -136,6 +140,8 @@ def load_sharded(folder: AnyPath, *, model: nn.Module, optimizer: Optimizer, ses
     All ranks call it, after `fully_shard`, the optimizer and `prepare`. All or nothing, for which the shards are held
     twice meanwhile. A `PreampWarning` if a session's state stays in the folder. `CheckpointError` when there is none,
     or it does not fit; `StateError` when of another policy.
+
+    >>> preamp.checkpoint.load_sharded("last", model=model, optimizer=optimizer, session=session)
     """
     from torch.distributed.checkpoint.state_dict import set_model_state_dict
     from torch.distributed.checkpoint.state_dict_loader import load as load_parts

@@ -33,6 +33,9 @@ def install_as_apex() -> ModuleType:
     Where NVIDIA's Apex is installed, its modules stay, and `amp`, `fp16_utils` and `parallel` come from here. A second
     call changes nothing. Call it before anything imports `apex.amp`; RuntimeError if an `apex.amp` of another origin is
     loaded already. `uninstall_as_apex()` undoes it.
+
+    >>> preamp.install_as_apex()
+    >>> from apex import amp
     """
     if _installed() is not None:
         return sys.modules["apex"]
@@ -59,7 +62,10 @@ def install_as_apex() -> ModuleType:
 
 
 def uninstall_as_apex() -> None:
-    """Undo `install_as_apex`: `apex` is found as it was before, or not at all."""
+    """Undo `install_as_apex`: `apex` is found as it was before, or not at all.
+
+    >>> preamp.uninstall_as_apex()
+    """
     finder = _installed()
     if finder is None:
         return

@@ -48,8 +48,7 @@ class LogprobComparison(Fields):
     largest: float
     """The largest |trainer - sampler|."""
     kl: float
-    """KL(sampler || trainer) by the estimator r - 1 - log r, never negative and without bias for tokens that the
-    sampler drew (Schulman 2020, "Approximating KL Divergence")."""
+    """KL(sampler || trainer) by the estimator r - 1 - log r (Schulman 2020, "Approximating KL Divergence")."""
     clipped: float
     """Share of tokens whose ratio is more than 0.2 away from 1, where PPO would clip before any training."""
     sequence_apart: float
@@ -83,8 +82,10 @@ def compare_logprobs(sampler: Any, trainer: Any, mask: Any = None) -> LogprobCom
 
     `sampler`, `trainer`: natural log-probabilities of the tokens that the sampler drew: a tensor or an array, (tokens,)
     or (sequences, tokens), or a list of one for each sequence, of any lengths. `mask`: of the same form; False or 0
-    where a token does not count (prompts, padding). Raises `PreampError` if they are not of the same tokens, if numbers
-    are above 0, or if nothing is left.
+    where a token does not count (prompts, padding). `PreampError` if tokens differ, numbers are above 0, none is left.
+
+    >>> compare_logprobs(sampler=[-1.0, -2.0], trainer=[-1.5, -2.0]).largest
+    0.5
     """
     ones, others = _sequences(sampler, "sampler"), _sequences(trainer, "trainer")
     masks = [np.ones(len(one), bool) for one in ones] if mask is None else _sequences(mask, "mask", np.bool_)
@@ -109,7 +110,6 @@ def compare_logprobs(sampler: Any, trainer: Any, mask: Any = None) -> LogprobCom
     farthest = np.argsort(-np.abs(difference), kind="stable")[:SHOWN]
     indices = np.flatnonzero(used)[farthest]
     with np.errstate(over="ignore"):
-        kl = float(np.mean(np.expm1(difference) - difference))
         ratio = np.expm1(difference)
     return LogprobComparison(
         tokens=int(used.sum()),
@@ -118,7 +118,7 @@ def compare_logprobs(sampler: Any, trainer: Any, mask: Any = None) -> LogprobCom
         bias=float(difference.mean()),
         mean_apart=float(np.abs(difference).mean()),
         largest=float(np.abs(difference).max()),
-        kl=kl,
+        kl=float((ratio - difference).mean()),
         clipped=float((np.abs(ratio) > CLIP).mean()),
         sequence_apart=float(np.abs(sums).mean()),
         worst=tuple(Apart(int(at[i]), int(place[i]), float(a[i]), float(b[i])) for i in indices),

@@ -83,7 +83,7 @@ def plan(
     Raises:
         PreampError: For arguments that mean nothing; a `PolicyError` or `OptimizerError` as the run itself would.
 
-    >>> plan("7B", level="O2").held.total / 7e9
+    >>> round(plan("7B", level="O2").held.total / 7e9, 2)
     16.0
     """
     policy = parse_policy(level)

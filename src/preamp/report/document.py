@@ -79,6 +79,9 @@ class Report:
     `paste` is the command or code for it: these are the first screen. `environment` maps names to what ran; `data` is
     embedded in the HTML as JSON where it is not too large; `created` is an ISO time; `glossary` says what findings of
     a code mean, in paragraphs, beside them in the HTML.
+
+    >>> losses = LineChart("Loss", "step", "loss", [Series("O4", [0, 1, 2], [2.3, 1.9, 1.6])])
+    >>> Report("A run", "It learns.", [Section("Loss", "At O4.", [losses])]).write_html("run.html")
     """
 
     title: str

@@ -110,10 +110,7 @@ def legend(entries: Sequence[tuple[str, Swatch]], wide: float, width: float, y: 
 
 
 def _lanes(spans: Sequence[Span], x: Axis, top: float) -> tuple[list[_Lane], float]:
-    """The spans that can be seen, each on the first lane with room for it, and where the lanes end.
-
-    Those without a label begin below the lanes.
-    """
+    """The spans that can be seen, on the first lane with room, or below if they have no label; and where lanes end."""
     taken: list[list[tuple[float, float]]] = []
     placed: list[_Lane] = []
     mute: list[tuple[float, float]] = []

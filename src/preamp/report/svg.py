@@ -294,10 +294,7 @@ def _ink(lines: Sequence[list[tuple[float, float]]]) -> Cells:
 def _place(
     text: str, anchor: tuple[float, float], ring: bool, frame: Frame, taken: list[Box], inked: Cells
 ) -> Element | None:
-    """The label beside its point, at the first free place inside the plot, one without ink if there is any.
-
-    A ring whose label had to go further away gets a thin line to it.
-    """
+    """The label beside its point, at the first free place, best one without ink; far from a ring with a line to it."""
     x, y = anchor
     room = frame.right - frame.left - 16
     wide = min(text_width(text), room)

@@ -13,11 +13,7 @@ from torch.nn import Parameter
 from torch.nn.utils import clip_grads_with_norm_
 
 from ...kernels import global_norm
-from .normalization.fused_layer_norm import (
-    MixedFusedLayerNorm,
-    mixed_dtype_fused_layer_norm_affine,
-    operator_function,
-)
+from .normalization.fused_layer_norm import MixedFusedLayerNorm, mixed_dtype_fused_layer_norm_affine, operator_function
 
 __all__ = [
     "MLP", "FastLayerNorm", "FastLayerNormFN", "FusedDense", "FusedDenseGeluDense", "SoftmaxCrossEntropyLoss",

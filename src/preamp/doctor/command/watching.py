@@ -90,10 +90,10 @@ def watch(watched: Watchable, *, every: int = 50, replay: bool = True, sinks: Se
     that runs under `preamp doctor`, it listens to that one, whose `every` and `replay` hold. Raises `SessionError` for
     what cannot be watched.
 
-    >>> with preamp.doctor.watch(session, every=50) as w:
+    >>> with preamp.doctor.watch(session, every=50, sinks=[preamp.doctor.JsonLines("steps.jsonl")]) as w:
     ...     train(session)
     >>> w.report().verdict
-    'Nothing is wrong with the precision of this run ...'
+    'Nothing is wrong with the precision of what was looked at ...'
     """
     if isinstance(every, bool) or not isinstance(every, int) or every < 1:
         raise SessionError(f"every= is a number of steps, 1 or more; got {every!r}")
