@@ -127,7 +127,8 @@ GIVEN = {
     "NoScale", "doctor.LogprobComparison", "doctor.Sink", "doctor.Watching", "lr_finder.LrCurve",
     "optim.FusedOptimizer", "parallel.Agreement", "parallel.ShardReduction", "plan.MemoryPlan", "report.BarChart",
     "report.Bars", "report.Column", "report.ExponentHistogram", "report.Finding", "report.HeatMap", "report.Marker",
-    "report.Span", "report.count_severities", "report.smoothed", "report.to_json", "zoo.Recipe", "zoo.Task", "zoo.task_named",
+    "report.Span", "report.count_severities", "report.smoothed", "report.to_json", "zoo.Recipe", "zoo.Task",
+    "zoo.task_named",
 }  # fmt: skip
 """What examples of other names return, or take, or what serves reports."""
 
