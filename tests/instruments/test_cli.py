@@ -110,6 +110,10 @@ def test_help_shows_code_as_code() -> None:
     assert "    for x, y in loader:" in lines and "            loss = loss_fn(model(x), y)" in lines
 
 
+def test_the_list_of_commands_has_whole_sentences() -> None:
+    assert "..." not in invoke("--help").partition("Commands:")[2]
+
+
 def test_levels(tmp_path: Path) -> None:
     out = invoke("levels", "--json", str(tmp_path / "l.json"))
     for name in ("O0", "O5", "bf16-master", "auto is"):

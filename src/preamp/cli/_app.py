@@ -89,7 +89,7 @@ def demo(
     device: _Device = None,
     out: _Out = Path("preamp-demo"),
 ) -> None:
-    """Train four real networks at several levels, side by side, and write a report."""
+    """Train four real networks at several levels, and write a report."""
     from ..demo import judge, make_plan, run, task_table, write
 
     console = Console(emoji=False)
@@ -119,7 +119,7 @@ def lr_find(
     device: _Device = None,
     out: _Out = Path("preamp-lr-find"),
 ) -> None:
-    """Find a learning rate by a range test in mixed precision, and write the curve as report and JSON."""
+    """Find a learning rate by a range test in mixed precision. The curve is written as report and JSON."""
     from ._lr_find import find_lr
 
     console = Console(emoji=False)
@@ -130,7 +130,7 @@ def lr_find(
 
 @app.command(context_settings=_OTHERS_OPTIONS, options_metavar="[-m]")
 def run(target: _Target, arguments: _Arguments = None, as_module: _AsModule = False) -> None:
-    """Run an unchanged script that imports apex (amp, fp16_utils, parallel, ...), and every process that it starts."""
+    """Run an unchanged script that imports apex. Every process that it starts finds preamp's apex, too."""
     from ..compat.install import run as run_unchanged
 
     raise typer.Exit(run_unchanged(target, arguments or [], as_module))
@@ -148,7 +148,7 @@ def doctor(
     json_file: Annotated[Path | None, typer.Option("--json", help="Also write report.json to this file.")] = None,
     strict: Annotated[bool, typer.Option("--strict", help="Exit with 3 when an error was found.")] = False,
 ) -> None:
-    """Run an unchanged training script and say what is wrong with its precision, where, and what to write instead."""
+    """Run a script, and say what is wrong with its precision. The findings have lines, and what to write instead."""
     from ._doctor import run_doctor
 
     status = run_doctor(
@@ -174,7 +174,7 @@ def compare(
     out: _Out = Path("preamp-compare"),
     json_file: Annotated[Path | None, typer.Option("--json", help="Also write compare.json to this file.")] = None,
 ) -> None:
-    """Run an unchanged training script as it is and in full precision, and say whether 16 bits cost anything."""
+    """Run a script in float32, too, and say if 16 bits cost anything. Several seeds of each tell it from chance."""
     from ._doctor import run_compare
 
     status = run_compare(
@@ -187,7 +187,7 @@ def compare(
 def explain(
     code: Annotated[str, typer.Argument(help="A finding's, such as PA202; all are listed without.")] = "",
 ) -> None:
-    """What a finding means, why it hurts, and a script that has it with its cure."""
+    """What a finding means, and a script that has it with its cure."""
     from rich.markdown import Markdown
 
     from ..doctor.findings import codes, page
@@ -206,7 +206,7 @@ def migrate(
     paths: Annotated[list[Path], typer.Argument(help="Scripts, or folders of them.")],
     write: Annotated[bool, typer.Option("--write", help="Rewrite the files instead of printing the diff.")] = False,
 ) -> None:
-    """Print the diff after which scripts that import apex run by themselves, with the lines of preamp's own API."""
+    """Rewrite scripts that import apex, so that python runs them. Prints the diff, with the lines of preamp's API."""
     from ..migrate import run as migrate_files
 
     text, status = migrate_files(paths, write)
@@ -232,7 +232,7 @@ def plan(
     world: Annotated[int, typer.Option("--world", help="Ranks.")] = 1,
     as_json: _Json = None,
 ) -> None:
-    """Compute what a rank of a training run will hold and send, in bytes, by kind, without activations."""
+    """Compute what a rank will hold and send, in bytes, by kind. Activations are left out."""
     from ..plan import plan as make
     from ._plan import model_from, optimizer_from
 
@@ -247,7 +247,7 @@ def plan(
 
 @app.command()
 def levels(as_json: _Json = None) -> None:
-    """The levels, what each keeps in which dtype, and which of them suits this machine."""
+    """The levels, and which of them suits this machine."""
     from ._tables import levels_table
 
     show(levels_table(), Console(emoji=False), as_json)
@@ -258,7 +258,7 @@ def rules(
     policy: Annotated[str, typer.Option("--policy", help="A policy with rules of its own.")] = "O1",
     as_json: _Json = None,
 ) -> None:
-    """The operator rules of a 16-bit region, each with its reason: low, full, promote, banned, as-is."""
+    """The operator rules of a 16-bit region, each with its reason. They are low, full, promote, banned, as-is."""
     from ._tables import rules_table
 
     show(rules_table(policy), Console(emoji=False), as_json, aligned=False)
