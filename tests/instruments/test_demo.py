@@ -20,7 +20,7 @@ from typer.testing import CliRunner
 
 from preamp.cli._app import app
 from preamp.demo import Results, build, judge, make_plan, results_dict, schema
-from preamp.demo._report import scale_chart
+from preamp.demo._report import quality_chart, scale_chart
 from preamp.demo._run import Bars
 from preamp.demo._trial import Trial
 from preamp.errors import PreampError
@@ -162,6 +162,13 @@ def test_one_seed_is_not_below_by_rounding() -> None:
     assert said == "1 network trained with one seed, too few for a band; in three digits no level is below float32."
     said = build(results_of({"O0": [0.602], "O4": [0.601]}, 1)).verdict
     assert said.endswith("furthest below float32 is flights O4: AUC 0.601 against 0.602.")
+
+
+def test_equal_means_are_no_bar() -> None:
+    """Not one of 1e-16: the same three qualities in another order."""
+    results = results_of({"O0": [0.1, 0.2, 0.3], "O4": [0.3, 0.1, 0.2]}, 3)
+    chart = quality_chart(results, judge(results, results.plan.tasks[0]))
+    assert chart is not None and [str(value) for bars in chart.series for value in bars.values] == ["0.0", "0.0"]
 
 
 def test_a_scale_is_shown_where_it_changes() -> None:

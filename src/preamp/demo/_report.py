@@ -108,7 +108,7 @@ def quality_chart(results: Results, judgements: Sequence[Judgement]) -> BarChart
         for task in tasks:
             full = statistics.fmean(q for t in results.of(task.name, "O0") if (q := t.quality) is not None)
             gaps = [100 * (t.quality - full) for t in results.of(task.name, level) if t.quality is not None]
-            mean = 0.0 if level == "O0" else statistics.fmean(gaps) if gaps else None
+            mean = round(statistics.fmean(gaps), 6) + 0.0 if gaps else None  # not 1e-16, nor -0
             columns.append((mean, min(gaps, default=None), max(gaps, default=None)))
         means, lows, highs = zip(*columns, strict=True)
         name = "O0, which is float32" if level == "O0" else level
