@@ -265,12 +265,12 @@ def _check_origin(state: Mapping[str, Any], policy: str) -> None:
             "this is the state of a scaler of torch.amp or Apex, and no session's: load the model and the optimizer as "
             "they are, and prepare with its scale, scale=preamp.DynamicScale(init_scale=...); O4 and O5 have none"
             if of_scaler
-            else f"not a session's state: missing or unexpected {sorted(set(state) ^ _FIELDS)}"
+            else f"no session's state, which has {', '.join(sorted(_FIELDS))}; this has {', '.join(sorted(state)):.80}"
         )
     if state["version"] != STATE_VERSION:
         raise StateError(f"the state has version {state['version']!r}; this preamp reads version {STATE_VERSION}")
     if state["policy"] != policy:
         raise StateError(
             f"the state was made under the policy {state['policy']!r}, and this session has {policy!r}; "
-            "prepare with that policy (prepare(..., policy=...)), or load only model and optimizer"
+            "prepare with that policy (prepare(..., policy=...)), or load only model and optimizer, without session="
         )
