@@ -128,7 +128,7 @@ def attach(accelerator: Accelerator, session: Session | str = "auto", **options:
     accelerator itself must not cast: `SessionError` if it has a `mixed_precision`, and for DeepSpeed, Megatron and XLA.
 
     >>> accelerator = Accelerator()
-    >>> attach(accelerator, "O5")
+    >>> attach(accelerator, "O4")
     >>> model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
     """
     if not isinstance(accelerator, Accelerator):

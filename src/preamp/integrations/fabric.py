@@ -32,7 +32,7 @@ else:
 
 
 class PreampPrecision(Host, Precision):
-    """Trains what a `Fabric` sets up under a session: `Fabric(plugins=[PreampPrecision("O5")])`.
+    """Trains what a `Fabric` sets up under a session: `Fabric(plugins=[PreampPrecision("O4")])`.
 
     `level`: "O0" to "O5" or "auto". `options` go to `preamp.prepare`. The loop stays as it is: `fabric.backward`,
     `clip_gradients`, `no_backward_sync`, `autocast`, the optimizer's `step`. The session begins with the first forward

@@ -1,4 +1,4 @@
-"""preamp in fastai: `learn.to_preamp("O5")`, in the place of `learn.to_fp16()`."""
+"""preamp in fastai: `learn.to_preamp("O4")`, in the place of `learn.to_fp16()`."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _METHODS = ("fit", "save", "load", "export", "to_fp32")
 
 
 def to_preamp(learn: Learner, level: str = "auto", *, log: bool = True, **options: Any) -> Learner:
-    """Have a learner train under a session, and return it: `learn.to_preamp("O5")`. `learn.to_fp32()` undoes it.
+    """Have a learner train under a session, and return it: `learn.to_preamp("O4")`. `learn.to_fp32()` undoes it.
 
     `level`: "O0" to "O5" or "auto"; `log` and `options`: see `PreampCallback`.
     """
@@ -33,7 +33,7 @@ Learner.to_preamp = to_preamp
 
 
 class PreampCallback(Host, Callback):
-    """Trains a learner under a session: `Learner(dls, model, cbs=PreampCallback("O5"))`, or `learn.to_preamp("O5")`.
+    """Trains a learner under a session: `Learner(dls, model, cbs=PreampCallback("O4"))`, or `learn.to_preamp("O4")`.
 
     `level`: "O0" to "O5" or "auto". `options` go to `preamp.prepare`. `log=False`: the progress table has no columns
     `loss_scale` and `skipped_steps`.

@@ -28,7 +28,7 @@ else:
 
 
 class PreampPrecision(fabric.PreampPrecision, Precision):
-    """Trains a `Trainer`'s model under a session: `Trainer(plugins=[PreampPrecision("O5")])`.
+    """Trains a `Trainer`'s model under a session: `Trainer(plugins=[PreampPrecision("O4")])`.
 
     `level`: "O0" to "O5" or "auto". `options` go to `preamp.prepare`. `log=False`: `loss_scale` and `skipped_steps` are
     not logged; else they are, at the Trainer's interval. Automatic and manual optimization, the Trainer's accumulation

@@ -23,7 +23,7 @@ def attach(trainer: Trainer, level: str = "auto", **options: Any) -> accelerate.
     casts by itself, for DataParallel, and for optimizers that step during backward.
 
     >>> trainer = Trainer(model, arguments, train_dataset=data)
-    >>> attach(trainer, "O5")
+    >>> attach(trainer, "O4")
     >>> trainer.train()
     """
     _check(trainer)
