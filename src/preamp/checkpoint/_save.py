@@ -30,7 +30,7 @@ def save(
     Raises `CheckpointError` for content that could not be loaded and for the session of other models, and `OSError`,
     with path and reason, when it cannot be written (a full disk); the old file stays, and no other is left.
 
-    >>> preamp.checkpoint.save("last.pt", model=model, optimizer=optimizer, session=session, schedule=schedule, step=7)
+    >>> preamp.checkpoint.save("last.pt", model=model, optimizer=optimizer, session=session, step=7)
     """
     content = _content(path, model, optimizer, session, extra)
     finish()
