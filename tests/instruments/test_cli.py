@@ -140,6 +140,7 @@ def test_explain_alone_lists_what_there_is() -> None:
     lines = invoke("explain").splitlines()
     assert [line.partition(":")[0] for line in lines] == codes()
     assert "PA107: float16 gradients without a loss scale" in lines
+    assert invoke("explain", "107") == invoke("explain", "pa107") == invoke("explain", "PA107")
 
 
 def test_env() -> None:

@@ -52,7 +52,7 @@ def _kinds(code: str, base: type[Any]) -> Iterator[type[Any]]:
 def page(code: str) -> str:
     """The page of a code, in Markdown. Raises `PreampError` naming the codes there are."""
     pages = _pages()
-    wanted = code.strip().upper()
+    wanted = f"PA{code.strip().upper().removeprefix('PA')}"
     if wanted not in pages:
         known = ", ".join(sorted(pages)) or "none: the pages are not installed"
         raise PreampError(f"there is no finding {code!r}; the codes are {known}")
