@@ -265,7 +265,7 @@ def _check_origin(state: Mapping[str, Any], policy: str) -> None:
             "this is the state of a scaler of torch.amp or Apex, and no session's: load the model and the optimizer as "
             "they are, and prepare with its scale, scale=preamp.DynamicScale(init_scale=...); O4 and O5 have none"
             if of_scaler
-            else f"no session's state, which has {', '.join(sorted(_FIELDS))}; this has {', '.join(sorted(state)):.80}"
+            else f"not a session's state ({', '.join(sorted(_FIELDS))}) but {', '.join(sorted(state)) or 'nothing':.80}"
         )
     if state["version"] != STATE_VERSION:
         raise StateError(f"the state has version {state['version']!r}; this preamp reads version {STATE_VERSION}")
