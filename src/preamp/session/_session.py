@@ -26,6 +26,7 @@ from ..sharding import flat_group, is_sharded, sharded_parts
 from ._capture import CapturedStep, Rates
 from ._checks import (
     STATE_VERSION,
+    check_exchanged,
     check_gathered_full,
     check_loss,
     check_no_sync,
@@ -136,7 +137,8 @@ class Session:
         """Inside, the model runs in float32, with its master weights: for validation, or an export.
 
         Use it between steps, and not in compiled code. Gradients are put aside while it lasts. `session.backward`
-        inside adds to them; gradients of a plain `loss.backward()` inside are dropped as it ends.
+        inside adds to them, and is an error under DistributedDataParallel where parameters have 16 bits; gradients of
+        a plain `loss.backward()` inside are dropped as it ends.
 
         Args:
             values_only: Parameters and buffers are to be read or written, and the model will not run.
@@ -214,6 +216,8 @@ class Session:
         if not self._in_regions and not self._full.depth:  # of the first loss only
             self._in_regions = True
             warn_outside(loss, self.policy, self._full)
+        if self._full.depth and self.policy.params is not torch.float32:
+            check_exchanged(self._models.values())
         if not self._full.counted():
             self._gradients.rest()
         for each in self._optimizers.values() if self._released is not None else ():
