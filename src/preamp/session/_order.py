@@ -103,7 +103,7 @@ class CallOrder:
     def _gradient_came(self, optimizer: Optimizer, parameter: Parameter) -> None:
         if self._scaled_by_hand or self._full.depth or parameter.grad is None:
             return
-        if optimizer in self._gradients and self._gradients[optimizer].true:
+        if optimizer in self._gradients.records and self._gradients.records[optimizer].true:
             return
         if self._pending.running:
             raise SessionError(
@@ -171,8 +171,9 @@ class CallOrder:
                 "session.backward(loss) before each session.step()"
             )
             raise SessionError(f"step() without session.backward(){since}{why}")
-        again = [each for each in chosen if pending.has_stepped(each)]
-        if again and losses.scaled and not losses.separate_scales and not self._is_stage:
+        once = losses.scaled and not losses.separate_scales and not self._is_stage
+        again = [each for each in chosen if pending.has_stepped(each)] if once else []
+        if again:
             raise SessionError(
                 f"step() of this {type(again[0]).__name__} a second time after one session.backward(): its gradients "
                 "are unscaled already, and would be once more. Step each optimizer once for each backward pass"

@@ -84,6 +84,7 @@ class Session:
         self._models, self._optimizers = dict(models), dict(optimizers)
         self._losses, self._masters, self._conversions = losses, masters, list(conversions)
         self._group, self._shares, self._why, self._attempts = group, shares, why, 0
+        self._has_regions = policy.has_regions
         own = list(optimizers.values())
         self._gradients = Gradients(masters, own, device_type, group)
         self._pending = PendingScales(losses, self._gradients, own)
@@ -115,7 +116,7 @@ class Session:
         """
         if self._closed:
             raise SessionError(_CLOSED)
-        active = enabled and self.policy.has_regions
+        active = enabled and self._has_regions
         again = functools.partial(Session.autocast, self, enabled)
         dtype = self.policy.compute if active else None
         return SessionRegion(self.device_type, dtype, active, self._entering, again, self._regions)
@@ -497,7 +498,7 @@ class Session:
         """
         self._gradients.rest()
         inverse = None
-        if self._losses.shared is not None and not self._gradients.carried:  # no backward pass has come to those
+        if not self._gradients.carried:  # no backward pass has come to those
             inverse = self._losses.shared.inverse(self._gradients.device)
             if inverse is not None and not self._pending.running:
                 for each in self._optimizers.values():
