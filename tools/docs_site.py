@@ -42,20 +42,11 @@ class Figure:
 
 
 def measured(root: Path) -> tuple[Figure, ...]:
-    """What a reader will measure: quality, the optimizer's step alone, a whole step, memory, diagnosis."""
+    """What a reader will measure: whole steps, memory, quality, diagnosis."""
     demo = _results(root, "demo")
     within, judged = sum(j["within"] for j in demo["judgements"]), len(demo["judgements"])
-    step = _results(root, "step")
-    ratios = {
-        (row["name"], contender["name"]): f"{contender['ratio']['median']:.2f}"
-        for row in step["suites"]["step"]
-        for contender in row["contenders"]
-    }
-    who = "Session + preamp.optim"
-    large, small = (ratios[name, who] for name in ("Adam, BERT-base", "Adam, 1500 x 1k"))
     span, native = spans_of_levels(root, "cpu-levels-native")
     slow, fast = span("torch.amp", "O4 O5").split(" to ")
-    kept = span("kept", "O4 O5")
     versus = _results(root, "doctor-versus")
     sick = [row for row in versus["rows"] if row["group"] != "healthy"]
     named = sum(row["doctor"]["outcome"] in PLACED for row in sick)
@@ -78,23 +69,10 @@ def measured(root: Path) -> tuple[Figure, ...]:
             tuple((work, EIGHT, share) for work, share in peaks.items()),
         ),
         Figure(
-            f"{large} to {small} times",
-            "the speed of torch's GradScaler with fused Adam: the optimizer's step alone, by a session with "
-            "preamp.optim, of BERT-base and of 1500 small tensors",
-            step["environment"]["cpu"], "step.md#measured",
-            (("Adam, BERT-base", who, large), ("Adam, 1500 x 1k", who, small)),
-        ),
-        Figure(
             f"{slow} to {fast} times",
-            "the speed of torch.amp in bfloat16: a whole training step at O4 and O5, over four networks",
+            "the speed of torch.amp in bfloat16 on a CPU: a whole training step at O4 and O5, over four networks",
             xeon, "cpu.md#what-it-costs-and-what-it-saves",
             (("seresnext", "O4", slow), ("bert", "O5", fast)),
-        ),
-        Figure(
-            kept,
-            "of the bytes that float32 keeps for backward, at O4 and O5, over the same networks",
-            xeon, "cpu.md#what-it-costs-and-what-it-saves",
-            (("seresnext", "O5", kept.split(" to ")[0]), ("bert", "O4", kept.split(" to ")[1])),
         ),
         Figure(
             f"{within} of {judged}",

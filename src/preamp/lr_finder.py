@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import copy
 import math
-import random
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -21,6 +20,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from .errors import PreampError, SessionError
+from .machine import random_kept
 from .session import Session
 from .sharding import reshard
 
@@ -213,9 +213,9 @@ def _everything_restored(session: Session) -> Iterator[None]:
     before = [(tensor, tensor.detach().clone()) for tensor in tensors]
     kept = copy.deepcopy(session.state_dict())
     optimizers = [(o, _optimizer_snapshot(o)) for o in session.optimizers.values()]
-    generators = _generator_states()
     try:
-        yield
+        with random_kept():
+            yield
     finally:
         session.zero_grad()
         reshard(session.models.values())
@@ -225,7 +225,6 @@ def _everything_restored(session: Session) -> Iterator[None]:
         session.load_state_dict(kept)
         for optimizer, snapshot in optimizers:
             _restore_optimizer(optimizer, *snapshot)
-        _restore_generators(generators)
 
 
 def _optimizer_snapshot(optimizer: Optimizer) -> tuple[dict[Any, Any], list[dict[str, Any]]]:
@@ -243,19 +242,3 @@ def _restore_optimizer(optimizer: Optimizer, state: dict[Any, Any], groups: list
         group.update(kept)
         if isinstance(lr, Tensor):  # a tensor rate is known to captured graphs: keep the object
             group["lr"] = lr.copy_(kept["lr"])
-
-
-def _generator_states() -> dict[str, Any]:
-    states: dict[str, Any] = {"torch": torch.get_rng_state(), "python": random.getstate()}
-    states["numpy"] = np.random.get_state()
-    if torch.cuda.is_available() and torch.cuda.is_initialized():
-        states["cuda"] = torch.cuda.get_rng_state_all()
-    return states
-
-
-def _restore_generators(states: dict[str, Any]) -> None:
-    torch.set_rng_state(states["torch"])
-    random.setstate(states["python"])
-    np.random.set_state(states["numpy"])
-    if "cuda" in states:
-        torch.cuda.set_rng_state_all(states["cuda"])

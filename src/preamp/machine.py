@@ -1,14 +1,19 @@
-"""What a measurement ran on, and its clock."""
+"""What a measurement ran on, its clock, and the random state that it leaves as it was."""
 
 from __future__ import annotations
 
 import os
 import platform
+import random
 import subprocess
+import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from ._version import __version__
@@ -91,3 +96,34 @@ def commit() -> str | None:
 def _git(folder: Path, *words: str) -> str:
     done = subprocess.run(["git", *words], cwd=folder, capture_output=True, text=True, check=True, timeout=10)
     return done.stdout.strip()
+
+
+RandomState = tuple[Any, ...]
+
+
+def random_state() -> RandomState:
+    """That of Python, of numpy where it is in use, and of torch on the CPU and every GPU in use."""
+    numpy: Any = np.random.get_state() if "numpy.random" in sys.modules else None
+    cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else None
+    return random.getstate(), numpy, torch.get_rng_state(), cuda
+
+
+def set_random_state(state: RandomState) -> None:
+    """Put back what `random_state` returned."""
+    python, numpy, cpu, cuda = state
+    random.setstate(python)
+    if numpy is not None:
+        np.random.set_state(numpy)
+    torch.set_rng_state(cpu)
+    if cuda is not None:
+        torch.cuda.set_rng_state_all(cuda)
+
+
+@contextmanager
+def random_kept() -> Iterator[None]:
+    """Draws inside are not missed by what comes after."""
+    state = random_state()
+    try:
+        yield
+    finally:
+        set_random_state(state)

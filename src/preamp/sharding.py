@@ -31,7 +31,7 @@ def is_sharded(tensor: Tensor) -> bool:
 
 def any_sharded(tensors: Iterable[Tensor]) -> bool:
     """Whether there is a DTensor among them; each type is checked once."""
-    return any(kind.__name__ == "DTensor" for kind in set(map(type, tensors)))
+    return "DTensor" in [kind.__name__ for kind in set(map(type, tensors))]
 
 
 def held_here(tensor: Tensor) -> Tensor:

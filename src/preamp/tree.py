@@ -134,7 +134,7 @@ def cast_floating(value: Any, dtype: torch.dtype) -> Any:
     def cast(tensor: Tensor) -> Tensor:
         return tensor.to(dtype) if tensor.dtype in _CASTABLE else tensor
 
-    return map_tensors(cast, value)
+    return cast(value) if type(value) is Tensor else map_tensors(cast, value)
 
 
 _CASTABLE = (torch.float16, torch.bfloat16, torch.float32)

@@ -449,3 +449,36 @@ def test_compiled_models_are_one_clear_error_where_the_forward_casts(compiled: A
         optimizer.step()
         amp.close()
     assert all(before[name].dtype is value.dtype for name, value in model.state_dict().items())
+
+
+@pytest.mark.parametrize("how", ["O0", "O1", "O2", "O4", "O5", "FP16_Optimizer"])  # O3's states have 16 bits
+def test_what_is_frozen_at_first_trains_as_the_others_once_it_is_not(how: str) -> None:
+    """Stage by stage: the last layers first. Under a scale of 1024 a scaled gradient would be seen at once."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 3))
+    plain = copy.deepcopy(model)
+    for each in (model, plain):
+        each[:2].requires_grad_(False)
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-2, eps=1e-3)
+    if how == "FP16_Optimizer":
+        model[0].bfloat16(), model[3].bfloat16()
+        optimizer = FP16_Optimizer(optimizer, static_loss_scale=1024.0, verbose=False)
+    else:
+        model, optimizer = quiet(model, optimizer, opt_level=how, loss_scale=1024.0)
+    reference = torch.optim.AdamW(plain.parameters(), 1e-2, eps=1e-3)
+    for step in range(8):
+        if step == 3:
+            for each in (model, plain):
+                each[:2].requires_grad_(True)
+        x, y = batch(step)
+        optimizer.zero_grad(), reference.zero_grad()
+        if how == "FP16_Optimizer":
+            hidden = model[2](model[1](model[0](x.bfloat16()).float()))
+            optimizer.backward(nn.functional.cross_entropy(model[3](hidden.bfloat16()).float(), y))
+        else:
+            with amp.scale_loss(nn.functional.cross_entropy(model(x), y), optimizer) as scaled:
+                scaled.backward()
+        nn.functional.cross_entropy(plain(x), y).backward()
+        optimizer.step(), reference.step()
+    for mine, wanted in zip(model.parameters(), plain.parameters(), strict=True):
+        assert (mine.float() - wanted).norm() <= 0.02 * wanted.norm() + 0.01

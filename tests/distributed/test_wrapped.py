@@ -103,6 +103,27 @@ def refused() -> str:
     return "taken"
 
 
+def in_full(level: str, first: bool) -> str:
+    """A backward pass inside full_precision is exchanged, or refused."""
+    model, rank = net(), dist.get_rank()
+    optimizer = preamp.optim.SGD(model.parameters(), 0.1)
+    wrapped = nn.parallel.DistributedDataParallel(model) if first else None
+    with preamp.prepare(wrapped or model, optimizer, level=level) as session:
+        wrapped = wrapped or nn.parallel.DistributedDataParallel(model)
+        for inside in (False, True, False):
+            with session.full_precision() if inside else session.autocast():
+                loss = wrapped(torch.full((4, 8), rank + 1.0)).float().square().mean()
+                try:
+                    session.backward(loss)
+                except SessionError as error:
+                    if not inside or "ranks would part" not in str(error):
+                        return str(error)
+                    continue
+            session.step()
+            optimizer.zero_grad()
+        return "same" if alike(model) else "parted"
+
+
 def act(folder: Path) -> dict[str, str]:
     told = {}
     for level in LEVELS:
@@ -110,6 +131,8 @@ def act(folder: Path) -> dict[str, str]:
             told[f"{level} {name}"] = train(level, make)
             told[f"{level} {name}, sharded states"] = train(level, zero(make))
             told[f"{level} {name}, wrapped first"] = train(level, make, first=True)
+        for first in (True, False):
+            told[f"{level} inside full_precision, {first=}"] = in_full(level, first)
         for hook in ("preamp's", "torch's"):
             told[f"{level} {hook} hook"] = train(level, preamp.optim.AdamW, first=True, hook=hook)
     told["refused"] = refused()
@@ -121,7 +144,7 @@ def act(folder: Path) -> dict[str, str]:
 @pytest.mark.slow
 def test_ranks_stay_equal_at_every_level(told: list[dict[str, str]]) -> None:
     for each in told:
-        assert len(each) == 8 * len(LEVELS) + 3 and set(each.values()) == {"same"}, each
+        assert len(each) == 10 * len(LEVELS) + 3 and set(each.values()) == {"same"}, each
 
 
 if __name__ == "__main__":

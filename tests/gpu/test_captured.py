@@ -193,7 +193,7 @@ def test_a_replay_has_no_more_kernels_than_a_step() -> None:
 
 @pytest.mark.parametrize(("clips", "most"), [(False, 4), (True, 6)])
 def test_scaling_takes_four_launches_a_step(clips: bool, most: int) -> None:
-    """Beside a step at scale 1: the reciprocal, the update and bounds of the scale, how often it skipped in a row.
+    """Beside a step at scale 1: the reciprocal, the update and bounds of the scale, and its copy in the report.
 
     Clipping takes two more: the norm is unscaled, and what gradients are multiplied by is a product.
     """

@@ -7,7 +7,7 @@ import math
 import re
 from pathlib import Path
 
-from tools.house import budgets, lines_by_room
+from tools.house import budgets, lines_by_room, steps, walked
 
 SOURCE = Path(__file__).resolve().parents[2] / "src" / "preamp"
 
@@ -102,3 +102,10 @@ def test_rooms_keep_their_budgets() -> None:
     assert {*named, "machine", "__main__", "_version", ""} == set(lines) and len(named) == len(set(named))
     over = {rooms: sum(sum(lines[each]) for each in rooms) - limit for rooms, limit in most.items()}
     assert {rooms: more for rooms, more in over.items() if more > 0} == {}, "lines over the budgets in CONTRIBUTING.md"
+
+
+def test_a_step_takes_few_calls() -> None:
+    """Of preamp's own functions, at O2: on small networks they are what a session costs. The number may only fall."""
+    ours, _ = [walked(run) for _, run in steps()]
+    calls = sum(number for file, number in ours.calls.items() if file.startswith(f"{SOURCE}/"))
+    assert 0 < calls <= 230, f"{calls} calls of preamp's own functions in a step"

@@ -104,7 +104,7 @@ def test_parts_are_the_suites(dev: ModuleType, capsys: pytest.CaptureFixture[str
 @pytest.fixture
 def call(dev: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     """A call whose processes end with the statuses in `statuses`, and leave what `after` does; `asked` says of each."""
-    made = dev.Gpu(tmp_path)
+    made = dev.Gpu(tmp_path, 580)
     made.statuses, made.asked, made.after = [], [], lambda: None
 
     def process(*command: Any, limit: float) -> int:

@@ -17,3 +17,10 @@ def where_kernels_run(request: pytest.FixtureRequest) -> Iterator[None]:
         return
     with torch.device("cuda"):
         yield
+
+
+@pytest.hookimpl(tryfirst=True)  # before pytest chooses by marker
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if ON_DEVICE and item.path.stem in KERNEL_FILES:
+            item.add_marker(pytest.mark.gpu)

@@ -17,6 +17,7 @@ from torch.nn import Parameter
 from preamp.errors import OptimizerError
 from preamp.kernels import dequantize
 from preamp.optim import SGD, Adam, AdamW, Lion, Muon
+from preamp.optim._eight_bit import NAMES
 
 from .gradients import give, run
 
@@ -166,3 +167,24 @@ def test_float64_keeps_its_own_states() -> None:
     optimizer = Adam([param], states="8bit")
     run(optimizer, [param], range(1))
     assert optimizer.state[param]["exp_avg"].dtype is torch.float64
+
+
+@pytest.mark.parametrize("kind", ["8bit", "float32"])
+@pytest.mark.parametrize("lost", NAMES)
+def test_saved_states_that_lack_one_are_refused_whole(lost: str, kind: str) -> None:
+    """A moment that is not there would begin anew from zeros, beside one that goes on."""
+    param = Parameter(torch.ones(5000))
+    optimizer = AdamW([param], states="8bit")
+    param.grad = torch.ones(5000)
+    optimizer.step()
+    saved = copy.deepcopy(optimizer.state_dict())
+    other = AdamW([param], states=kind)
+    other.step()
+    before = copy.deepcopy(other.state_dict())
+    for missing in (lambda states: states.pop(lost), lambda states: states.update({lost: None})):
+        broken = copy.deepcopy(saved)
+        missing(broken["state"][0])
+        with pytest.raises(OptimizerError, match=f"'{lost}'"):
+            other.load_state_dict(broken)
+        assert str(other.state_dict()) == str(before)
+    other.load_state_dict(saved)

@@ -112,7 +112,7 @@ class Registry:
 
     def _ensure(self, rules: OpRules | None, device_type: str) -> None:
         wanted = rules if rules is not None else (self.rules or OpRules())
-        if self.rules is not None and wanted != self.rules:
+        if self.rules is not None and wanted is not self.rules and wanted != self.rules:
             if self._holders:
                 raise PolicyError(
                     "operator rules hold for the whole process, and an open session has others: "

@@ -20,6 +20,7 @@ from ..autocast import REGISTRY, autocast
 from ..errors import PolicyError, SessionError, kind_of
 from ..formats import LOW_DTYPES
 from ..ledger import Masters, NoMasters
+from ..machine import random_kept
 from ..modules import CastingModule, Conversion
 from ..policy import Policy, auto_level, cpu_arithmetic
 from ..policy import policy as make_policy
@@ -34,7 +35,6 @@ from .operators import Observer, Products, Stream, found_by
 from .places import Places, raised_at
 from .records import shown_path
 from .replay.origin import Trails
-from .replay.restore import random_kept
 from .shadow.execution import Shadowed
 
 

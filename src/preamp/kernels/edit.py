@@ -17,6 +17,7 @@ from torch.nn import Parameter
 
 from ..formats import LOW_DTYPES
 from ..sharding import agreed_flag, any_sharded, held_here
+from .lists import listed
 from .norms import l2_norms
 
 
@@ -94,20 +95,15 @@ def clip_values_(gradients: Iterable[Tensor], limit: float) -> None:
         torch._foreach_clamp_max_(group, limit)
 
 
-_DTYPE, _LAYOUT, _DEVICE = attrgetter("dtype"), attrgetter("layout"), attrgetter("device")
-
-
 def grouped(gradients: list[Tensor], *, complex_as_real: bool = True) -> list[list[Tensor]]:
     """The gradients' values, in lists of one device and one dtype each, for which torch's foreach operators are fast.
 
     Usually all are alike. Checking that for a thousand tensors must take less time than stepping them.
     """
-    if not gradients:
-        return []
-    sharded = any_sharded(gradients)
-    alike = not sharded and len(set(map(_DTYPE, gradients))) == len(set(map(_DEVICE, gradients))) == 1
-    if alike and set(map(_LAYOUT, gradients)) == {torch.strided} and not gradients[0].is_complex():
-        return [gradients]
+    own = listed(gradients)
+    alike = not any_sharded(own) and own.strided and own.together and len(own.dtypes) == 1
+    if alike and not own[0].is_complex():
+        return [own]
     groups: dict[tuple[torch.device, torch.dtype], list[Tensor]] = defaultdict(list)
     for gradient in gradients:
         value = dense_values(gradient)

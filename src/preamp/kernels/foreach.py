@@ -195,7 +195,7 @@ def by_torch_fused(
     gate.count(storage.step)
     for part, own in slices(storage, gradients):
         ready, scale = true_gradients(part.params, own, o.factor)
-        states = [*map(list, part.states), *([] for _ in range(lists - len(part.states)))]
+        states = [*map(list, part.states), *[[]] * (lists - len(part.states))]
         counts = [[part.step] * len(ready)] if takes_step else []  # read only, so all may be one tensor
         operator(
             list(part.params), ready, *states, *counts, lr=o.lr, weight_decay=o.weight_decay,

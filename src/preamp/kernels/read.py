@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import groupby
 from math import isfinite
 from operator import attrgetter
@@ -18,7 +19,7 @@ import torch
 from torch import Tensor
 
 from .edit import as_real, dense_values, grouped, in_float32
-from .lists import batches, listed
+from .lists import TensorList, batches, listed
 from .norms import l2_norms, norm_of_norms
 from .triton import triton_runs_on
 
@@ -61,27 +62,22 @@ def read(gradients: Sequence[Tensor], *, device: torch.device | None = None) -> 
     if not gradients:  # zeros are made on the device: copying them from the host would be a host sync
         zero = torch.zeros((), dtype=torch.float32, device=device or torch.device("cpu"))
         return Reading(zero, zero, zero.new_zeros(0, dtype=torch.bool))
-    if triton_runs_on(gradients[0].device):
+    own, home = listed(gradients), gradients[0].device
+    if triton_runs_on(home):
         from .triton import read as kernels
 
-        own = listed(gradients)
         if kernels.readable(own):
-            whole = Reading(*kernels.read(own))
-            return whole.on(device or whole.found.device)
-    groups = grouped(list(gradients))
-    devices = {group[0].device for group in groups}
-    if len(devices) == 1:
-        home = next(iter(devices))
+            return Reading(*kernels.read(own)).on(device or home)
+    groups = grouped(own)
+    if len({group[0].device for group in groups}) == 1:
         norm = None if home.type != "cpu" else _norm_if_finite(groups)
         if norm is not None:
-            none = torch.zeros(len(gradients), dtype=torch.bool, device=home)
-            return Reading(torch.zeros_like(norm), norm, none).on(device or home)
-        norms, nonfinite = _on_one_device(list(gradients))
+            return Reading(torch.zeros_like(norm), norm, _none(len(own))).on(device or home)
+        norms, nonfinite = _on_one_device(own)
     else:
         places: dict[torch.device, list[int]] = defaultdict(list)
         for place, gradient in enumerate(gradients):
             places[gradient.device].append(place)
-        home = gradients[0].device
         own_lists = [[gradients[i] for i in own] for own in places.values()]
         parts = [_on_one_device(own) for own in own_lists]
         norms = torch.cat([part[0].to(home) for part in parts])
@@ -94,6 +90,12 @@ def read(gradients: Sequence[Tensor], *, device: torch.device | None = None) -> 
         nonfinite = torch.cat([next(flags[place]) for place, _ in runs])
     norm = norm_of_norms(norms)
     return Reading(nonfinite.any().float(), norm, nonfinite).on(device or norm.device)
+
+
+@lru_cache(maxsize=16)
+def _none(count: int) -> Tensor:
+    """The flags of so many gradients that are finite, to be read only."""
+    return torch.zeros(count, dtype=torch.bool, device="cpu")
 
 
 def _norm_if_finite(groups: list[list[Tensor]]) -> Tensor | None:
@@ -127,11 +129,11 @@ def _part_norms(group: list[Tensor]) -> Tensor:
 
     0-d if there is only one.
     """
-    small, large = group, []
-    if max(map(Tensor.numel, group)) > SMALL:
-        small, large = [[v for v in group if (v.numel() > SMALL) is wanted] for wanted in (False, True)]
-    norms = l2_norms([in_float32(value) for value in large])
-    for part in batches(list(map(Tensor.numel, small))):
+    small, large = listed(group), TensorList()
+    if max(small.sizes) > SMALL:
+        small, large = (TensorList(v for v in group if (v.numel() > SMALL) is wanted) for wanted in (False, True))
+    norms = l2_norms(list(map(in_float32, large)))
+    for part in batches(small.sizes):
         flat = in_float32(torch._C._nn.flatten_dense_tensors(small[part]))
         norms += l2_norms([flat])
     return norms[0].float() if len(norms) == 1 else torch.stack(norms).float()

@@ -9,6 +9,7 @@ from .kept import KEPT, Kept, whole
 from .leaves import clear_gradients, gradients_of, parameters_in, parameters_of
 from .masters import Masters
 from .no_masters import NoMasters
+from .record import Record
 from .split import SplitMasters
 from .state import Steps, state_like_parameters
 from .swap import rebuild_reducers, set_data, wrappers_of
@@ -22,6 +23,7 @@ __all__ = [
     "Kept",
     "Masters",
     "NoMasters",
+    "Record",
     "SplitMasters",
     "Steps",
     "clear_gradients",

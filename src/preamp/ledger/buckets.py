@@ -117,8 +117,9 @@ class Buckets:
                     bucket.aliases = list(aliases.difference(bucket.params))
                     self.all.append(bucket)
         places = {param.device.type for param in every}
-        self.readable = places == {"cuda"} and not any(bucket.sharded for bucket in self.all)
-        """Whether reading gradients in the lists of the step pays off."""
+        alike = places == {"cuda"} or (places == {"cpu"} and len(self.all) == 1)  # of several the norm has other bits
+        self.readable = alike and not any(bucket.sharded for bucket in self.all)
+        """Whether gradients may be read in the lists of the step."""
         counts = ("step",) if optimizer.counts_steps else ()
         self._entries = Entries(optimizer, [(bucket.params, (*bucket.names, *counts)) for bucket in self.all])
 

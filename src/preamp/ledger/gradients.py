@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import chain
 from operator import attrgetter
 from typing import Any, cast
@@ -27,7 +28,7 @@ from .record import Owned, Record
 from .sums import WideSums, dtype_of_gradient
 from .swap import hand_over
 
-_VERSION = attrgetter("_version")
+_VERSION, _PARAMS = attrgetter("_version"), attrgetter("params")
 
 
 class Gradients:
@@ -43,7 +44,8 @@ class Gradients:
         self._device_type = device_type
         self._known: dict[Optimizer, Owned] = {}
         self._sums = WideSums()
-        self._records: dict[Optimizer, Record] = {}
+        self.records: dict[Optimizer, Record] = {}
+        """What was read of the gradients of each optimizer since its last step."""
         self.carried: list[Parameter] = []
         """Parameters with true gradients from before the session, until the first backward pass."""
 
@@ -78,13 +80,6 @@ class Gradients:
         """Forget what is known of parameters: some have got masters, or another dtype."""
         self._known.clear()
 
-    def __contains__(self, optimizer: Optimizer) -> bool:
-        """Whether an optimizer's gradients were read since its last step."""
-        return optimizer in self._records
-
-    def __getitem__(self, optimizer: Optimizer) -> Record:
-        return self._records[optimizer]
-
     # -- resting
 
     def rest(self) -> None:
@@ -92,13 +87,14 @@ class Gradients:
 
         Gradients that were cleared stay cleared, whatever cleared them. A later step reads them again.
         """
-        for optimizer in self._optimizers if self._records else ():
-            record = self._records.pop(optimizer, None)
+        for optimizer in self._optimizers if self.records else ():
+            record = self.records.pop(optimizer, None)
             if record is not None and record.true:
                 self._rest_true(record)
             elif record is not None and record.clip is not None:
                 self._shrink(record, record.clip)
-        self._masters.swap_out()  # masters that an interrupt left in place
+        if self._masters.inside:  # an interrupt left them in place
+            self._masters.swap_out()
 
     def _rest_true(self, record: Record) -> None:
         scale = None if record.inverse is None else reciprocal(record.inverse)
@@ -199,21 +195,22 @@ class Gradients:
 
     # -- read
 
-    def read(self, optimizer: Optimizer, inverse: Tensor | None, steps_next: bool = False) -> Reading:
-        """Read an optimizer's gradients, once; `inverse` unscales them (None: they are unscaled).
+    def read(self, optimizer: Optimizer, inverse: Callable[..., Tensor | None], steps_next: bool = False) -> Record:
+        """Read an optimizer's gradients, once; `inverse` gives what unscales them on a device (None: nothing does).
 
         `steps_next`: the optimizer's step follows at once, so they may be read in the lists that it collects. Then
         the last bit of the norm depends on their layout, so do not use it for clipping.
         """
-        if optimizer not in self._records:
-            own = self._of(optimizer)
-            record = None
+        record = self.records.get(optimizer)
+        if record is None:
+            own, home = self._of(optimizer), self.device
             if own.agreement is None and not self._sums:
-                record = self._read_quickly(optimizer, own, inverse, steps_next)
-            self._records[optimizer] = record or self._read_all(optimizer, own, inverse)
-        elif self._records[optimizer].true:
-            self._add_late(optimizer, self._records[optimizer])
-        return self._records[optimizer].reading
+                record = self._read_quickly(optimizer, own, home, steps_next)
+            self.records[optimizer] = record = record or self._read_all(optimizer, own)
+            record.inverse = inverse(home)
+        elif record.true:
+            self._add_late(optimizer, record)
+        return record
 
     def _add_late(self, optimizer: Optimizer, record: Record) -> None:
         """Add to the true gradients what a backward pass of an earlier forward pass has left in 16-bit parameters."""
@@ -228,7 +225,7 @@ class Gradients:
             record.parameters += new
             record.reading = self._read(optimizer, {p: p.grad for p in record.parameters if p.grad is not None})
 
-    def _read_all(self, optimizer: Optimizer, own: Owned, inverse: Tensor | None) -> Record:
+    def _read_all(self, optimizer: Optimizer, own: Owned) -> Record:
         parameters = [p for p in own.parameters if p.grad is not None]
         gradients = {}
         for parameter in parameters:
@@ -239,22 +236,21 @@ class Gradients:
             elif own.agreement is not None:
                 grad = parameter.grad = placed_as(grad, parameter)
             gradients[parameter] = self._sums.of(parameter) if parameter in self._sums else grad
-        return Record(self._read(optimizer, gradients), parameters, own.leaves, inverse)
+        return Record(self._read(optimizer, gradients), parameters, own.leaves)
 
-    def _read_quickly(self, optimizer: Any, own: Owned, inverse: Tensor | None, steps_next: bool) -> Record | None:
+    def _read_quickly(self, optimizer: Any, own: Owned, home: torch.device, steps_next: bool) -> Record | None:
         """Read while accessing only the gradient of each of a thousand parameters; None if that is not possible."""
-        home = self.device
         collected = optimizer.collect() if steps_next and getattr(optimizer, "takes_masters", False) else None
         if collected and home.type == collected[0][0].params[0].device.type:
-            parameters = list(chain.from_iterable(bucket.params for bucket, _ in collected))
-            gradients = chained([gradients for _, gradients in collected])
+            buckets, lists = zip(*collected, strict=True)
+            parameters, gradients = list(chain.from_iterable(map(_PARAMS, buckets))), chained(lists)
         else:
             collected = None
             parameters, present = present_in(own.parameters)
             gradients = listed(present)
         if not gradients.strided:
             return None
-        return Record(read(gradients, device=home), parameters, own.leaves, inverse, collected=collected)
+        return Record(read(gradients, device=home), parameters, own.leaves, collected=collected)
 
     def _read(self, optimizer: Optimizer, gradients: Mapping[Parameter, Tensor]) -> Reading:
         own, home = self._of(optimizer), self.device
@@ -264,19 +260,24 @@ class Gradients:
 
     def norm(self, optimizer: Optimizer) -> Tensor:
         """L2 norm of an optimizer's true gradients, before clipping."""
-        record = self._records[optimizer]
+        record = self.records[optimizer]
         if record.norm is None:
             record.norm = self._norm_now(optimizer)
         return record.norm
 
-    def norm_of_all(self, optimizers: Sequence[Optimizer]) -> Tensor:
-        """The joint `norm` of several optimizers."""
-        return _joint(list(map(self.norm, optimizers)))
+    def norm_of_all(self, optimizers: Sequence[Optimizer]) -> Callable[[], Tensor]:
+        """Gives the joint `norm` of several optimizers, as it is now; that of one takes no operator before."""
+        first = self.records[optimizers[0]]
+        if len(optimizers) == 1 and first.norm is None and not first.true:
+            return partial(_times, first.reading.norm, first.factor)
+        return partial(_times, _joint(list(map(self.norm, optimizers))), None)
 
     def _norm_now(self, optimizer: Optimizer, order: float = 2.0) -> Tensor:
         """Compute the norm of an optimizer's true gradients, after the clipping so far."""
-        record = self._records[optimizer]
+        record = self.records[optimizer]
         if order == 2.0 and not record.true:
+            if record.norm is not None and record.clip is None:
+                return record.norm
             norm = record.reading.norm
         else:  # true ones may have been changed since they were read
             own = self._of(optimizer)
@@ -284,8 +285,7 @@ class Gradients:
                 norm = global_norm(gradients_of(optimizer), order, device=self.device)
             else:
                 norm = own.agreement.norm([p.grad for p in own.parameters], order).to(self.device)
-        factor = record.factor
-        return norm if factor is None else norm * factor
+        return _times(norm, record.factor)
 
     def clip_by_norm(self, optimizers: Sequence[Optimizer], most: float, order: float, *, at_once: bool) -> Tensor:
         """Clip by the common norm of some order, to `most`; returns it. `at_once`: not by a factor of the step.
@@ -299,7 +299,7 @@ class Gradients:
                 self.make_true(each)
         norm = _joint([self._norm_now(each, order) for each in optimizers], order)
         coefficient = (most / (norm + 1e-6)).clamp(max=1.0)
-        records = [self._records[each] for each in optimizers]
+        records = [self.records[each] for each in optimizers]
         found = torch.stack([record.reading.found for record in records]).amax() if len(records) > 1 else None
         for each, record in zip(optimizers, records, strict=True):
             if record.true:
@@ -316,18 +316,18 @@ class Gradients:
 
     def mark_stepped(self, optimizer: Optimizer) -> None:
         """Mark the first gradient of an optimizer as used by a step."""
-        first = next(iter(gradients_of(optimizer)), None)
+        first = next((p.grad for p in parameters_of(optimizer) if p.grad is not None), None)
         if first is not None:
             first._preamp_stepped = first._version  # type: ignore[attr-defined]
 
     def is_due(self, optimizer: Optimizer) -> bool:
         """Whether an optimizer has gradients that no step has used."""
-        first = next(iter(gradients_of(optimizer)), None)
+        first = next((p.grad for p in parameters_of(optimizer) if p.grad is not None), None)
         return first is not None and getattr(first, "_preamp_stepped", None) != first._version
 
     def make_true(self, optimizer: Optimizer) -> None:
         """Unscale and clip an optimizer's gradients, once; low parameters get float32 ones, and their masters in."""
-        record = self._records[optimizer]
+        record = self.records[optimizer]
         if record.true:
             return
         self._masters.refresh_before_step(record.leaves)
@@ -343,21 +343,28 @@ class Gradients:
 
     def step_low(self, optimizer: Any, found: Tensor | None) -> None:
         """Step an optimizer that takes 16-bit gradients and masters directly."""
-        record = self._records[optimizer]
+        record = self.records[optimizer]
         self._masters.refresh_before_step(record.leaves, again=True)
         optimizer.step_with(factor=record.factor, found=found, collected=record.collected)
 
-    def are_wide(self, optimizer: Optimizer) -> bool:
-        """Whether some gradients of an optimizer are kept in float32 besides."""
-        return bool(self._sums) and any(map(self._sums.__contains__, parameters_of(optimizer)))
+    def takes_low(self, optimizer: Optimizer) -> bool:
+        """Whether `step_low` may step an optimizer: no gradient is true, or kept in float32 besides."""
+        wide = self._sums and any(map(self._sums.__contains__, parameters_of(optimizer)))
+        return not wide and not self.records[optimizer].true
 
     def forget(self, optimizer: Optimizer) -> None:
         """Drop the record: the optimizer has stepped, or its gradients were cleared."""
-        record = self._records.pop(optimizer, None)
-        for parameter in parameters_of(optimizer) if self._sums else ():
+        record = self.records.pop(optimizer, None)
+        if not self._sums and (record is None or not record.true) and not self._masters.inside:
+            return
+        for parameter in parameters_of(optimizer):
             self._sums.forget(parameter)
         inverse = record.inverse if record is not None and record.true else None
         self._masters.swap_out(parameters_of(optimizer), None if inverse is None else reciprocal(inverse))
+
+
+def _times(norm: Tensor, factor: Tensor | None) -> Tensor:
+    return norm if factor is None else norm * factor
 
 
 def _joint(norms: Sequence[Tensor], order: float = 2.0) -> Tensor:

@@ -44,7 +44,8 @@ class Masters:
 
     def __init__(self) -> None:
         self._leaves: dict[Parameter, Leaf] = {}
-        self._inside: dict[Parameter, Leaf] = {}
+        self.inside: dict[Parameter, Leaf] = {}
+        """Those whose masters are in their places."""
         self._every: Leaves | None = None
         self._agreed = Agreed()
         self._audit = Audit()
@@ -104,10 +105,10 @@ class Masters:
         if not self._leaves:
             return
         leaves = leaves or self._all_leaves()
-        if leaves.agree(addresses) and not self._inside:
+        if leaves.agree(addresses) and not self.inside:
             return
         for parameter, leaf in zip(leaves.parameters, leaves.leaves, strict=True):
-            if parameter not in self._inside:
+            if parameter not in self.inside:
                 self._follow(parameter, leaf)
 
     def _follow(self, parameter: Parameter, leaf: Leaf) -> None:
@@ -134,7 +135,7 @@ class Masters:
         """`refresh`, and now and then `compare`. `again`: the step itself refreshes them."""
         if not self._leaves:
             return
-        if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+        if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
             self.refresh(leaves)  # a graph would repeat a comparison at each replay, and must not read a flag
             return
         self._audit.read_flags()
@@ -149,7 +150,7 @@ class Masters:
             return
         leaves = leaves or self._all_leaves()
         self.refresh(leaves)
-        pairs = [pair for pair in zip(leaves.parameters, leaves.leaves, strict=True) if pair[0] not in self._inside]
+        pairs = [pair for pair in zip(leaves.parameters, leaves.leaves, strict=True) if pair[0] not in self.inside]
         for parameter, leaf in self._audit.written(pairs):
             self._agreed.versions[leaf.number] = -1
             self._follow(parameter, leaf)
@@ -158,17 +159,17 @@ class Masters:
         """Swap masters in for the parameters, with the float32 `gradients` (None if a parameter has none)."""
         for parameter in parameters:
             leaf = self._leaves.get(parameter)
-            if leaf is None or parameter in self._inside:
+            if leaf is None or parameter in self.inside:
                 continue
             gradient = None if gradients is None else gradients.get(parameter)
             leaf.other = Parameter(self._in_float32(parameter, leaf), parameter.requires_grad)
             leaf.other.grad = leaf.shown = gradient
             leaf.shown_version = 0 if gradient is None else gradient._version
-            self._inside[parameter] = leaf  # first: an interrupt may come at any line, and the way back starts here
+            self.inside[parameter] = leaf  # first: an interrupt may come at any line, and the way back starts here
             try:
                 swap(parameter, leaf.other)
             except SessionError:
-                del self._inside[parameter]
+                del self.inside[parameter]
                 raise
             leaf.aside, leaf.other.grad = leaf.other.grad, None
 
@@ -186,12 +187,12 @@ class Masters:
         of them if `changed`), and cleared ones stay cleared. Returns pairs of a parameter and the object that held its
         master.
         """
-        if not self._inside:
+        if not self.inside:
             return []
-        leaving = list(self._inside if parameters is None else (p for p in parameters if p in self._inside))
+        leaving = list(self.inside if parameters is None else (p for p in parameters if p in self.inside))
         with torch.no_grad():
             for parameter in leaving:
-                leaf = self._inside[parameter]
+                leaf = self.inside[parameter]
                 other = leaf.other
                 # An interrupt came before the swap. The address decides: a parameter may be float32 by its user's cast.
                 if other is None or (other.dtype is torch.float32 and other.data_ptr() != leaf.low.data_ptr()):
@@ -202,13 +203,13 @@ class Masters:
             self._publish(leaving, lazily)
         others = []
         for parameter in leaving:
-            leaf = self._inside[parameter]
+            leaf = self.inside[parameter]
             self._note(parameter, leaf)
             if leaf.other is not None:
                 leaf.other.grad = None
                 others.append((parameter, leaf.other))
             leaf.other = None
-            del self._inside[parameter]
+            del self.inside[parameter]
         return others
 
     def _publish(self, parameters: Sequence[Parameter], lazily: bool) -> None:
@@ -226,7 +227,7 @@ class Masters:
         """Take, in float32, gradients that came to 16-bit parameters while their masters were in their places."""
         late = {}
         for parameter in self.among(parameters):
-            low = self._leaves[parameter].other if parameter in self._inside else parameter
+            low = self._leaves[parameter].other if parameter in self.inside else parameter
             if low is not None and low.grad is not None:
                 late[parameter], low.grad = low.grad.float(), None
         return late
@@ -271,7 +272,7 @@ class Masters:
 
     def behind(self, tensor: Tensor) -> list[Tensor]:
         """A tensor, and what else graphs may have in the place of a parameter: its master, or its 16 bits in `full`."""
-        known, leaf = self._wide.get(tensor), self._inside.get(tensor)  # type: ignore[call-overload]
+        known, leaf = self._wide.get(tensor), self.inside.get(tensor)  # type: ignore[call-overload]
         others = known and known(), leaf and leaf.other
         return [tensor, *(other for other in others if other is not None)]
 
@@ -304,7 +305,7 @@ class Masters:
         """Wrap the loading of a model's state: masters take wider values, which the parameters would round."""
         dtypes = {p: getattr(state.get(name), "dtype", None) for name, p in named.items() if p in self._leaves}
         # what has another name in the state may be renamed by a hook of the module's
-        wide = [p for p, dtype in dtypes.items() if dtype not in LOW_DTYPES and p not in self._inside]
+        wide = [p for p, dtype in dtypes.items() if dtype not in LOW_DTYPES and p not in self.inside]
         self._loaded = self._loaded or not LOW_DTYPES.isdisjoint(dtypes.values())
         self.swap_in(wide)
         try:

@@ -22,7 +22,7 @@ class Record:
     """The parameters whose gradients were read, in that order."""
     leaves: Leaves
     """Of all parameters of the optimizer."""
-    inverse: Tensor | None
+    inverse: Tensor | None = None
     """0-d float32 that unscales them; None: they are unscaled."""
     clip: Tensor | None = None
     """0-d float32, the clipping factor, applied in addition."""

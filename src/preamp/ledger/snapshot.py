@@ -7,9 +7,7 @@ about 0.2 microseconds a tensor.
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Sequence
-from itertools import repeat
 from operator import attrgetter, is_
 from typing import Any
 
@@ -36,7 +34,7 @@ class Snapshot:
         return (
             list(map(Tensor.data_ptr, tensors)) == self._addresses
             and (self._dtypes is None or set(map(_DTYPE, tensors)) == self._dtypes)
-            and [tensors[i].is_contiguous() for i in self._orderable] == self._contiguous
+            and list(map(Tensor.is_contiguous, map(tensors.__getitem__, self._orderable))) == self._contiguous
         )
 
 
@@ -54,11 +52,9 @@ class Entries:
         self._keys: list[Any] = [None]  # set at the first check: others may still be added now
         self._values: list[Any] = [None]
         self._rows = [(param, self._state[param]) for params, names in owned if names for param in params]
-        together: dict[str, list[dict[str, Any]]] = defaultdict(list)
-        for params, names in owned:
-            for name in names:
-                together[name] += [self._state[param] for param in params]
-        self._entries = [(name, rows, [row[name] for row in rows]) for name, rows in together.items()]
+        self._names = [name for params, names in owned for name in names for _ in params]
+        self._holders = [self._state[param] for params, names in owned for _ in names for param in params]
+        self._entries = [row[name] for row, name in zip(self._holders, self._names, strict=True)]
 
     def hold(self, optimizer: Any) -> bool:
         """Whether each entry is still the same tensor."""
@@ -74,8 +70,6 @@ class Entries:
                 return False
             self._keys, self._values = list(state), list(state.values())
         try:
-            return all(
-                all(map(is_, map(dict.__getitem__, rows, repeat(name)), values)) for name, rows, values in self._entries
-            )
+            return all(map(is_, map(dict.__getitem__, self._holders, self._names), self._entries))
         except KeyError:
             return False

@@ -82,7 +82,7 @@ class SplitMasters(Masters):
 
     def _saved(self, parameter: Parameter, leaf: Leaf) -> Kept:
         """The weight and its bits."""
-        if parameter in self._inside:  # what is there now, and will be split when the weight comes back
+        if parameter in self.inside:  # what is there now, and will be split when the weight comes back
             return split(parameter.data, self._kept)
         return leaf.low, leaf.stored
 

@@ -51,8 +51,7 @@ class Steps:
 
     def counted(self) -> None:
         """Give the other counts the value of `one`, which a step has incremented."""
-        if len(self._others):
-            self._others.copy_(self.one)
+        self._others.copy_(self.one)
         self._version = self._all._version
 
     def of(self, param: Parameter) -> Tensor:

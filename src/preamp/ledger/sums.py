@@ -21,23 +21,14 @@ class _Sum:
     version: int
 
 
-class WideSums:
+class WideSums(dict[Parameter, _Sum]):
     """The sums, by parameter. One holds as long as the parameter's gradient is what was shown for it."""
-
-    def __init__(self) -> None:
-        self._of: dict[Parameter, _Sum] = {}
-
-    def __contains__(self, parameter: Parameter) -> bool:
-        return parameter in self._of
-
-    def __bool__(self) -> bool:
-        return bool(self._of)
 
     def of(self, parameter: Parameter) -> Tensor:
         """A parameter's gradient in float32; it must have one."""
         grad = parameter.grad
         assert grad is not None
-        known = self._of.get(parameter)
+        known = self.get(parameter)
         if known is None:
             return grad.float()
         if known.shown is grad and known.version == grad._version:
@@ -48,11 +39,11 @@ class WideSums:
     def show(self, parameter: Parameter, total: Tensor) -> None:
         """Set a parameter's gradient to this float32 one, rounded, and keep the sum."""
         parameter.grad = shown = total.to(dtype_of_gradient(parameter))
-        self._of[parameter] = _Sum(total, shown, shown._version)
+        self[parameter] = _Sum(total, shown, shown._version)
 
     def forget(self, parameter: Parameter) -> bool:
         """Drop a parameter's sum; returns whether there was one."""
-        return self._of.pop(parameter, None) is not None
+        return self.pop(parameter, None) is not None
 
 
 def dtype_of_gradient(parameter: Parameter) -> torch.dtype:

@@ -101,7 +101,8 @@ def wrappers_of(parameters: Collection[Parameter]) -> list[DistributedDataParall
         return []
     kinds = {DistributedDataParallel, *DistributedDataParallel.__subclasses__()}
     every = dict.fromkeys([*_GIVEN, *(thing for thing in gc.get_objects() if type(thing) in kinds)])
-    return [one for one in every if any(p in parameters for p in one.parameters())]
+    held = set(parameters)
+    return [one for one in every if not held.isdisjoint(one.parameters())]
 
 
 def _rebuild_reducer(wrapper: Any) -> None:

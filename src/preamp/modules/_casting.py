@@ -94,8 +94,8 @@ def _forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         casting = _APART
     if casting.computes is not None:
         _tell_foreign_region(casting.computes, casting.device_type, self)
-    if casting.inputs is not None:
-        args, kwargs = cast_floating(args, casting.inputs), kwargs and cast_floating(kwargs, casting.inputs)
+    if (low := casting.inputs) is not None:
+        args, kwargs = tuple([cast_floating(each, low) for each in args]), kwargs and cast_floating(kwargs, low)
     with _region(region, self, came_in, args, kwargs), nullcontext() if casting.around is None else casting.around():
         compute = _normed_with_wide_weights if casting.wide_weights else original
         result = compute(self, *args, **kwargs)

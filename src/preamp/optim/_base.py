@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from functools import cache, wraps
 from typing import Any, ClassVar
 
@@ -22,15 +22,6 @@ from ..kernels import present_in, reciprocal
 from ..ledger import Bucket, Buckets, Collected, Masters, Steps, gradients_of, parameters_of
 from ..sharding import any_sharded
 from ._loading import Loading
-
-
-@dataclass(frozen=True, slots=True)
-class _Handed:
-    """What a session or a scaler passes to the step that follows."""
-
-    factor: Tensor | None
-    found: Tensor | None
-    collected: Collected | None = None
 
 
 class FusedOptimizer(Loading):
@@ -64,7 +55,8 @@ class FusedOptimizer(Loading):
 
     def _prepare(self) -> None:
         self._buckets: dict[Parameter | None, Buckets] = {}
-        self._handed: _Handed | None = None
+        self._handed: tuple[Tensor | None, Tensor | None, Collected | None] | None = None
+        """What a session or a scaler passes to the step that follows: factor, flag, and lists of gradients."""
         self._masters = self._own_masters()
         self._lent = False
         self.counts: dict[Parameter, Steps] = {}
@@ -107,31 +99,37 @@ class FusedOptimizer(Loading):
 
     # -- stepping
 
-    @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         """Step every parameter that has a gradient, or none if `found_inf` says so.
 
         `closure`: evaluates the model again and returns the loss, as in torch. There is no host sync.
         """
-        loss = None
+        loss, enabled = None, torch.is_grad_enabled()
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        torch._C._set_grad_enabled(False)  # a decorator, or a context, takes as long as collecting the gradients
+        try:
+            self._step_now(anew=closure is not None)
+        finally:
+            torch._C._set_grad_enabled(enabled)
+        return loss
+
+    def _step_now(self, anew: bool) -> None:
         handed = self._handed
         if handed is None:
             found: Tensor | None = getattr(self, "found_inf", None)
             scale: Tensor | None = getattr(self, "grad_scale", None)
-            handed = _Handed(None if scale is None else reciprocal(scale), found)
-        factor, found, collected = handed.factor, handed.found, handed.collected
+            handed = None if scale is None else reciprocal(scale), found, None
+        factor, found, collected = handed
         if found is not None and found.device.type == "cpu":
             if found.item() > 0:
-                return loss
+                return
             found = None
-        if collected is None or closure is not None or self.is_hooked:
+        if collected is None or anew:
             collected = self.collect_anew()
         self._before_buckets(collected, factor)
         self._step_collected(collected, factor, found)
-        return loss
 
     def _step_collected(self, collected: Collected, factor: Tensor | None, found: Tensor | None) -> None:
         for bucket, gradients in collected:
@@ -162,7 +160,7 @@ class FusedOptimizer(Loading):
         `factor`: 0-d float32 that gradients are multiplied by. `found`: 0-d float32, above 0: skip. `collected`: the
         result of `collect`, unless hooks may have changed gradients since.
         """
-        self._handed = _Handed(factor, found, collected)
+        self._handed = factor, found, collected
         try:
             result: float | None = self.step(*args, **kwargs)
             return result
@@ -175,9 +173,7 @@ class FusedOptimizer(Loading):
         None if that saves nothing, or if the present buckets are out of date.
         """
         known = self._buckets.get(None)
-        if known is None or not known.readable or self.is_hooked:
-            return None
-        return known.collect(self)
+        return known.collect(self) if known is not None and known.readable else None
 
     def collect_anew(self, alone: Parameter | None = None) -> Collected:
         """Collect gradients in the lists of the step, and make buckets anew that are out of date.
@@ -218,8 +214,10 @@ class FusedOptimizer(Loading):
         @uncompiled
         @wraps(func)
         def step(self: FusedOptimizer, *args: Any, **kwargs: Any) -> Any:
-            after = self._optimizer_step_post_hooks or _global_optimizer_post_hooks
-            if self.is_hooked or after or profiler._is_profiler_enabled:
+            before, after = self.is_hooked, self._optimizer_step_post_hooks or _global_optimizer_post_hooks
+            if before and self._handed is not None:
+                self._handed = *self._handed[:2], None  # what hooks leave is to be collected anew
+            if before or after or profiler._is_profiler_enabled:
                 return hooked(self, *args, **kwargs)
             for hook in _global_optimizer_pre_hooks.values():
                 hook(self, args, kwargs)

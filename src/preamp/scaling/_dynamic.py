@@ -118,16 +118,10 @@ class DynamicScale(Moving):
     def after_step(self, found_inf: Tensor) -> None:
         """Back off after a bad step, grow after enough good ones, stay within the bounds."""
         state = self._on(found_inf.device)
-        torch._amp_update_scale_(
-            state["scale"],
-            state["good_steps"],
-            found_inf,
-            self.growth_factor,
-            self.backoff_factor,
-            self.growth_interval,
-        )
-        if state["scale"].device.type != "cpu" or not self._floor <= state["scale"].item() <= self._ceiling:
-            state["scale"].clamp_(self._floor, self._ceiling)
+        scale, factors = state["scale"], (self.growth_factor, self.backoff_factor, self.growth_interval)
+        torch._amp_update_scale_(scale, state["good_steps"], found_inf, *factors)
+        if scale.device.type != "cpu" or not self._floor <= scale.item() <= self._ceiling:
+            scale.clamp_(self._floor, self._ceiling)
 
     def state_dict(self) -> dict[str, Any]:
         """Every field as plain numbers; reads the scale from the device."""

@@ -35,11 +35,13 @@ class LossScale(ABC):
     def seed(self, loss: Tensor) -> Tensor | None:
         """The gradient to start `loss.backward` with, so that the result is that of `scale(loss)`.
 
-        In the loss's dtype and shape; None if only `scale(loss)` works: for 16-bit losses, and for subclasses.
+        In the loss's dtype and shape; None if only `scale(loss)` works (for 16-bit losses, and for subclasses), or if
+        that is the loss itself.
         """
-        if type(loss) is not Tensor or loss.dtype not in (torch.float32, torch.float64):
+        if self.kind == "none" or type(loss) is not Tensor or loss.dtype not in (torch.float32, torch.float64):
             return None
-        return self.current(loss.device).to(loss.dtype).view(loss.shape)
+        seed = self.current(loss.device)
+        return seed if seed.dtype is loss.dtype and not loss.dim() else seed.to(loss.dtype).view(loss.shape)
 
     @abstractmethod
     def after_step(self, found_inf: Tensor) -> None:
@@ -68,6 +70,7 @@ class NoScale(LossScale):
 
     kind = "none"
     patience = PATIENCE
+    _one = torch.ones((), dtype=torch.float32, device="cpu")
 
     def scale(self, loss: Tensor) -> Tensor:
         """The loss itself."""
@@ -77,8 +80,9 @@ class NoScale(LossScale):
         """None: there is nothing to undo."""
 
     def current(self, device: torch.device) -> Tensor:
-        """1."""
-        return torch.ones((), dtype=torch.float32, device=device)
+        """1, made once on a device."""
+        self._one = self._one if self._one.device == device else torch.ones((), dtype=torch.float32, device=device)
+        return self._one
 
     def after_step(self, found_inf: Tensor) -> None:
         """Nothing to learn."""

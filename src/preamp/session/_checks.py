@@ -67,6 +67,16 @@ def check_no_sync(models: Iterable[nn.Module]) -> None:
             )
 
 
+def check_exchanged(models: Iterable[nn.Module]) -> None:
+    """Refuse a backward pass inside `full_precision` whose gradients no DistributedDataParallel would exchange."""
+    if wrappers_of([parameter for model in models for parameter in model.parameters()]):
+        raise SessionError(
+            "a backward pass inside full_precision() under DistributedDataParallel, which exchanges the gradients of "
+            "16-bit parameters, and float32 ones are in their places: ranks would part. Train outside, or at O1 or "
+            "O4, whose parameters are float32 already"
+        )
+
+
 def _syncs(part: Any) -> bool:
     group = getattr(part._get_fsdp_state(), "_fsdp_param_group", None)
     return group is not None and bool(group.reduce_grads)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -11,40 +11,31 @@ from torch.optim import Optimizer
 from ..errors import SessionError, StateError
 from ..kernels import Reading, multiply_
 from ..ledger import Gradients, gradients_of
-from ..scaling import LossScale, Run, Skips
+from ..scaling import LossScale, NoScale, Run, Skips
 
 
-class Losses:
+class Losses(dict[str, LossScale]):
     """Scales by name, in the order they were declared."""
 
     def __init__(self, scales: Mapping[str, LossScale]) -> None:
-        self._scales = dict(scales)
+        super().__init__(scales)
         self._runs = {name: Run(scale.patience) for name, scale in scales.items()}
         self.skips = Skips()
         """Of the session's steps."""
         self.separate_scales = len(scales) > 1 and any(scale.kind != "none" for scale in scales.values())
         """Whether losses have scales of their own, so that their gradients must be unscaled before they are added."""
-        self.shared = None if self.separate_scales else next(iter(scales.values()))
-        """The scale of all losses, unless they have scales of their own."""
+        self.shared = NoScale() if self.separate_scales else next(iter(scales.values()))
+        """The scale that gradients have between backward and step."""
         self.scaled = any(scale.kind != "none" for scale in scales.values())
         """Whether any loss is scaled."""
 
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._scales)
-
-    def __len__(self) -> int:
-        return len(self._scales)
-
-    def __getitem__(self, name: str) -> LossScale:
-        return self._scales[name]
-
     def named(self, name: str | None) -> str:
         """`name` if it is declared; the only name for None."""
-        if name is None and len(self._scales) == 1:
-            return next(iter(self._scales))
+        if name is None and len(self) == 1:
+            return next(iter(self))
         if name is None:
             raise SessionError(f"this session has several losses; say which: name={' or '.join(map(repr, self))}")
-        if name not in self._scales:
+        if name not in self:
             raise SessionError(
                 f"no loss is called {name!r}; declared: {', '.join(self)}. "
                 f"Declare it: prepare(..., losses=(..., {name!r}))"
@@ -58,7 +49,7 @@ class Losses:
 
         `host_skipped`: whether the step was skipped, if the host knows; None: only the device does.
         """
-        self._scales[name].after_step(reading.found)
+        self[name].after_step(reading.found)
         self._judge(name, self._runs[name].add(reading.found, host_skipped, self.skips), reading.found.device, offender)
 
     def replayed(self, steps: int, offender: Callable[[], str | None]) -> None:
@@ -67,22 +58,19 @@ class Losses:
             self._judge(name, run.replayed(steps, self.skips), run.device, offender)
 
     def _judge(self, name: str, run: int | None, device: torch.device, offender: Callable[[], str | None]) -> None:
-        scale = self._scales[name]
+        scale = self[name]
         stands = None if scale.kind == "none" else lambda: float(scale.current(device))
         self._runs[name].judge(run, name, stands, offender, _in_float32)
 
     def state_dict(self) -> dict[str, Any]:
         """The state of every scale, by name, with its number of skips in a row."""
-        return {
-            name: {**scale.state_dict(), "skipped_in_a_row": int(self._runs[name])}
-            for name, scale in self._scales.items()
-        }
+        return {name: {**scale.state_dict(), "skipped_in_a_row": int(self._runs[name])} for name, scale in self.items()}
 
     def check(self, state: Mapping[str, Mapping[str, Any]]) -> None:
         """`StateError` if `state` is not of these losses and of these kinds of scale."""
-        if list(state) != list(self._scales):
+        if list(state) != list(self):
             raise StateError(f"the state has the losses {', '.join(state)}; this session has {', '.join(self)}")
-        for name, scale in self._scales.items():
+        for name, scale in self.items():
             if state[name].get("kind") != scale.kind:
                 raise StateError(
                     f"the state's scale of loss {name!r} is {state[name].get('kind')!r}, "
@@ -92,7 +80,7 @@ class Losses:
     def load_state_dict(self, state: Mapping[str, Mapping[str, Any]]) -> None:
         """Restore what `state_dict` gave."""
         self.check(state)
-        for name, scale in self._scales.items():
+        for name, scale in self.items():
             fields = dict(state[name])
             run = int(fields.pop("skipped_in_a_row"))
             scale.load_state_dict(fields)
@@ -191,7 +179,7 @@ class PendingScales:
             self._ran.discard(each)
             outstanding: list[Optimizer] = []
             if not self._losses.separate_scales and not stepped.issuperset(self._optimizers):
-                outstanding = [o for o in self._optimizers if o not in stepped and o not in self._gradients]
+                outstanding = [o for o in self._optimizers if o not in stepped and o not in self._gradients.records]
             device = reading.found.device
             before = self._losses[each].current(device) if outstanding else None
             try:

@@ -44,11 +44,11 @@ class CallOrder:
         self._others, self._is_stage = others, is_stage
         self._scaled_by_hand = False
         """Whether the session has given out a scaled loss, so that any backward pass may be that of such a one."""
-        self._ours = 0
+        self.ours = 0
         """How many of the session's backward passes are running."""
         self._seen: dict[Optimizer, list[Parameter]] = {}
         self._hooks: list[Any] = []
-        self._looks, self._changed = 0 if losses.separate_scales else 20, False
+        self._looks, self.changed = 0 if losses.separate_scales else 8, False
         """In how many more steps changes of scaled gradients are looked for, and whether the last one had some."""
         for optimizer in self._optimizers if losses.scaled and not is_stage else ():
             some = self._seen[optimizer] = _some(p for p in parameters_of(optimizer) if p.is_leaf and p.requires_grad)
@@ -81,7 +81,7 @@ class CallOrder:
 
     def _nobody_steps(self, parameter: Parameter | None = None) -> None:
         """Refuse a backward pass whose gradients no optimizer steps; `parameter`: one that has got a gradient."""
-        if parameter is not None and (self._ours or self._full.depth):
+        if parameter is not None and self._full.depth:
             return
         scaled = self._losses.scaled and parameter is None
         why = "are multiplied by the loss scale" if scaled else "belong to 16-bit copies of float32 masters"
@@ -110,9 +110,9 @@ class CallOrder:
                 parameter.grad._preamp_came = parameter.grad._version  # type: ignore[attr-defined]
 
     def _gradient_came(self, optimizer: Optimizer, parameter: Parameter) -> None:
-        if self._ours or self._scaled_by_hand or self._full.depth or parameter.grad is None:
+        if self._scaled_by_hand or self._full.depth or parameter.grad is None:
             return
-        if optimizer in self._gradients and self._gradients[optimizer].true:
+        if optimizer in self._gradients.records and self._gradients.records[optimizer].true:
             return
         if self._pending.running:
             raise SessionError(
@@ -137,7 +137,7 @@ class CallOrder:
         `shares`: optimizers have parameters in common, which clip one by one.
         """
         self.check_full(f"{name}()")
-        self._looks = 0  # from here on clipping is the session's, which may change gradients before the step
+        self._looks, self.changed = 0, False  # clipping is the session's, which may change gradients before the step
         if shares and len(chosen) > 1:
             raise SessionError(
                 "optimizers of this session have parameters in common, whose gradients would be clipped once for each: "
@@ -161,7 +161,7 @@ class CallOrder:
         """Check a step of some optimizers; returns the losses whose gradients it applies. `steps`: made before."""
         self.check_full("step()")
         losses, pending = self._losses, self._pending
-        if self._ours and losses.scaled:
+        if self.ours and losses.scaled:
             self._check_all_came(chosen)
         ran = pending.names
         if self._is_stage and not losses.separate_scales:
@@ -181,27 +181,26 @@ class CallOrder:
                 "session.backward(loss) before each session.step()"
             )
             raise SessionError(f"step() without session.backward(){since}{why}")
-        again = [each for each in chosen if pending.has_stepped(each)]
-        if again and losses.scaled and not losses.separate_scales and not self._is_stage:
+        once = losses.scaled and not losses.separate_scales and not self._is_stage
+        again = [each for each in chosen if pending.has_stepped(each)] if once else []
+        if again:
             raise SessionError(
                 f"step() of this {type(again[0]).__name__} a second time after one session.backward(): its gradients "
                 "are unscaled already, and would be once more. Step each optimizer once for each backward pass"
             )
         if self._looks:
             self._looks -= 1
-            scaled = [each for each in chosen if each not in self._gradients or not self._gradients[each].true]
+            scaled = [each for each in chosen if each not in (known := self._gradients.records) or not known[each].true]
             some = [p.grad for each in scaled for p in self._seen.get(each, ()) if p.grad is not None]
-            self._changed = any(getattr(g, "_preamp_came", g._version) != g._version for g in some)
+            self.changed = self._looks > 0 and any(getattr(g, "_preamp_came", g._version) != g._version for g in some)
         return ran
 
     def tell_of_clipping(self, report: StepReport) -> None:
         """Warn if gradients were changed by hand while they were scaled, and are as small as clipped true ones."""
-        changed, self._changed = self._changed, False
-        if not changed or (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()):
+        capturing = torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+        if capturing or report.scale < 256 or not report.scale * report.grad_norm <= 100:  # not finite, perhaps
             return
-        if report.scale < 256 or not report.scale * report.grad_norm <= 100:  # not finite, perhaps
-            return
-        self._looks = 0
+        self._looks, self.changed = 0, False
         warnings.warn(
             f"gradients were changed after backward, while they were multiplied by the loss scale {report.scale:g}: "
             f"the true ones have the norm {report.grad_norm:.2g}. To clip, write session.clip_grad_norm_(max_norm). "
@@ -276,15 +275,16 @@ class BackwardPass:
 
     def __enter__(self) -> None:
         order = self._order
-        order._ours += 1
+        order.ours += 1
         self._first = order._pending.ran(self._name)
         self._before = order._others.gradients() if order._losses.scaled else []
 
     def __exit__(self, failed: type[BaseException] | None, *_: object) -> None:
         order = self._order
-        order._ours -= 1
+        order.ours -= 1
         order._others.mark(self._before)
-        order.came()
+        if order._looks:
+            order.came()
         if failed is not None and self._first:
             order._pending.forget(self._name)
         if failed is not None and self._released is not None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Callable, Iterator, Sequence
+from itertools import chain
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -15,7 +17,7 @@ from ..autocast import nodes_behind
 from ..ledger import parameters_of
 from ..modules import Conversion
 
-_MARK = "_preamp_scaled"
+_MARK, _UNSTEPPED = "_preamp_scaled", attrgetter("unstepped")
 _engine: Any = torch.autograd.Variable._execution_engine
 
 
@@ -33,9 +35,8 @@ class OtherLeaves:
         self._passes, self._walks = 0, (1, 2)
 
     def __iter__(self) -> Iterator[Tensor]:
-        for conversion in self._conversions:
-            yield from conversion.unstepped
-        yield from (leaf for leaf in [known() for known in self._found.values()] if leaf is not None)
+        found = [leaf for known in self._found.values() if (leaf := known()) is not None] if self._found else ()
+        return chain(*map(_UNSTEPPED, self._conversions), found)
 
     def find(self, loss: Tensor) -> None:
         """Look, now and then, for leaves that the scaled backward pass of a loss will reach."""

@@ -9,6 +9,7 @@ import threading
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from operator import attrgetter
 from typing import Any, TypeVar
 
 import torch
@@ -27,6 +28,7 @@ from ..sharding import sharded_parts
 from ._checks import check_hooks
 
 F = TypeVar("F", bound=Callable[..., Any])
+_LEARNING = attrgetter("learning")
 
 
 class OpenRegions:
@@ -272,12 +274,13 @@ class Joining:
 
     def check(self) -> None:
         """Refuse such hooks."""
-        self._wrappers = check_hooks(self._models, self._wrappers)
+        if self._wrappers is None or self._wrappers:
+            self._wrappers = check_hooks(self._models, self._wrappers)
 
     def __call__(self) -> None:
         self.check()
         groups = [group["params"] for optimizer in self._optimizers for group in optimizer.param_groups]
-        seen = sum(conversion.learning for conversion in self._conversions), sum(map(len, groups))
+        seen = sum(map(_LEARNING, self._conversions)), sum(map(len, groups))
         if seen != self._seen:
             self._seen, stepped = seen, set(itertools.chain.from_iterable(groups))
             rebuild_reducers({p for conversion in self._conversions for p in conversion.join(stepped)})

@@ -69,7 +69,7 @@ class Released:
         self._optimizers, self._full = optimizers, full
         self._hooks: dict[Parameter, Any] = {}
         self._read: dict[Parameter, Reading] = {}
-        self._looked = False
+        self._looked, self.ours = False, 0  # it has no backward passes of its own
         self.watch()
 
     def __len__(self) -> int:
@@ -131,7 +131,7 @@ class Released:
         norm = torch.linalg.vector_norm(torch.stack([reading.norm for reading in here]))
         found = torch.stack([reading.found for reading in here]).amax()
         read = Reading(found, norm, torch.cat([reading.nonfinite for reading in here]))
-        return parameters, read, norm, bool(found) if home.type == "cpu" else None
+        return parameters, read, lambda: norm, bool(found) if home.type == "cpu" else None
 
     def refuse(self, call: str) -> NoReturn:
         """`SessionError` for a call that would need the gradients."""
@@ -148,11 +148,11 @@ class Released:
 
 def weakly(method: Callable[..., None], owner: Any, *args: Any) -> Callable[[Tensor], None]:
     """A hook that keeps no session alive: what one on a tensor holds, Python's collector cannot see."""
-    known = [weakref.ref(each) for each in (owner, *args)]
+    known, others = weakref.ref(owner), [weakref.ref(each) for each in args]
 
     def came(parameter: Tensor) -> None:
-        alive = [each() for each in known]
-        if all(each is not None for each in alive):
-            method(*alive, parameter)
+        alive = known()
+        if alive is not None and not alive.ours:
+            method(alive, *(other() for other in others), parameter)
 
     return came

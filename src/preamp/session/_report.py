@@ -21,14 +21,14 @@ class StepReport:
     __slots__ = ("_found", "_names", "_nonfinite", "_norm", "_parts", "_scale", "index")
 
     def __init__(
-        self, index: int, found: Tensor | bool, scale: Tensor | float, norm: Tensor | float,
+        self, index: int, found: Tensor | bool, scale: Tensor | float, norm: Callable[[], Tensor] | float,
         nonfinite: Tensor | tuple[str, ...], names: Callable[[], Sequence[str]],
     ) -> None:  # fmt: skip
         self.index = index
         """Which attempt at a step this was, counted from 0."""
         self._found: Tensor | bool = found
         self._scale: Tensor | float = scale
-        self._norm: Tensor | float = norm
+        self._norm: Callable[[], Tensor] | float = norm
         self._nonfinite: Tensor | tuple[str, ...] = nonfinite
         self._names = names
         self._parts = (found, scale, norm, nonfinite)
@@ -48,7 +48,7 @@ class StepReport:
     @property
     def grad_norm(self) -> float:
         """L2 norm of the true gradients before clipping, over all the optimizers stepped; not finite if skipped."""
-        self._norm = float(self._norm)
+        self._norm = float(self._norm() if callable(self._norm) else self._norm)
         return self._norm
 
     @property
@@ -61,8 +61,9 @@ class StepReport:
 
     def after_replay(self, index: int) -> StepReport:
         """A report of the same step, run again by a CUDA graph that wrote new values into its tensors."""
-        found, scale, norm, nonfinite = (part.clone() for part in self._parts)  # type: ignore[union-attr]
-        report = StepReport(index, found, scale, norm, nonfinite, self._names)
+        parts = (part() if callable(part) else part for part in self._parts)
+        found, scale, norm, nonfinite = (part.clone() for part in parts)  # type: ignore[union-attr]
+        report = StepReport(index, found, scale, lambda: norm, nonfinite, self._names)
         report._parts = self._parts
         return report
 

@@ -26,6 +26,7 @@ from ..sharding import flat_group, is_sharded, sharded_parts
 from ._capture import CapturedStep, Rates
 from ._checks import (
     STATE_VERSION,
+    check_exchanged,
     check_gathered_full,
     check_loss,
     check_no_sync,
@@ -80,6 +81,7 @@ class Session:
         self._models, self._optimizers = dict(models), dict(optimizers)
         self._losses, self._masters, self._conversions = losses, masters, list(conversions)
         self._group, self._shares, self._why, self._attempts = group, shares, why, 0
+        self._has_regions = policy.has_regions
         own = list(optimizers.values())
         self._gradients = Gradients(masters, own, device_type, group)
         self._pending = PendingScales(losses, self._gradients, own)
@@ -111,7 +113,7 @@ class Session:
         """
         if self._closed:
             raise SessionError(_CLOSED)
-        active = enabled and self.policy.has_regions
+        active = enabled and self._has_regions
         again = functools.partial(Session.autocast, self, enabled)
         dtype = self.policy.compute if active else None
         return SessionRegion(self.device_type, dtype, active, self._entering, again, self._regions)
@@ -133,7 +135,8 @@ class Session:
         """Inside, the model runs in float32, with its master weights: for validation, or an export.
 
         Use it between steps, and not in compiled code. Gradients are put aside while it lasts. `session.backward`
-        inside adds to them; gradients of a plain `loss.backward()` inside are dropped as it ends.
+        inside adds to them, and is an error under DistributedDataParallel where parameters have 16 bits; gradients of
+        a plain `loss.backward()` inside are dropped as it ends.
 
         Args:
             values_only: Parameters and buffers are to be read or written, and the model will not run.
@@ -211,6 +214,8 @@ class Session:
         if not self._in_regions and not self._full.depth:  # of the first loss only
             self._in_regions = True
             warn_outside(loss, self.policy, self._full)
+        if self._full.depth and self.policy.params is not torch.float32:
+            check_exchanged(self._models.values())
         if not self._full.counted():
             self._gradients.rest()
         for each in self._optimizers.values() if self._released is not None else ():
@@ -346,7 +351,8 @@ class Session:
         self.last_step = report = StepReport(self._attempts, read.found, scale, norm, read.nonfinite, names)
         self._losses.skips.count(self._attempts, read.found, host_skipped)
         self._attempts += 1
-        self._order.tell_of_clipping(report)
+        if self._order.changed:
+            self._order.tell_of_clipping(report)
         self._pending.stepped(chosen, read, host_skipped)
         if len(chosen) == len(self._optimizers):
             self._settle(None)
@@ -491,7 +497,7 @@ class Session:
         """
         self._gradients.rest()
         inverse = None
-        if self._losses.shared is not None and not self._gradients.carried:  # no backward pass has come to those
+        if not self._gradients.carried:  # no backward pass has come to those
             inverse = self._losses.shared.inverse(self._gradients.device)
             if inverse is not None and not self._pending.running:
                 for each in self._optimizers.values():

@@ -7,6 +7,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache, reduce, wraps
 from itertools import chain
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -19,7 +20,7 @@ from ..errors import SessionError
 from ..formats import LOW_DTYPES
 from ..frameworks import framework_hooks, tell_skipped
 from ..kernels import Reading
-from ..ledger import Gradients, Masters, parameters_of, state_like_parameters
+from ..ledger import Gradients, Masters, Record, parameters_of, state_like_parameters
 from ..modules import Conversion
 from ..optim import FusedOptimizer
 from ..sharding import held_here
@@ -28,12 +29,14 @@ from ._losses import Losses, PendingScales
 from ._others import OtherLeaves
 from ._regions import FullPrecision
 
+_PARAMETERS, _READING = attrgetter("parameters"), attrgetter("reading")
+
 Check = Callable[[Sequence[Parameter]], None]
 """Checks the parameters with gradients that are about to be stepped."""
 
-Taken = tuple[list[Parameter], Reading, Tensor, bool | None]
-"""The parameters that had gradients, what was read of these, their true norm, and whether an optimizer skipped (None:
-only the device knows)."""
+Taken = tuple[list[Parameter], Reading, Callable[[], Tensor], bool | None]
+"""The parameters that had gradients, what was read of these, what gives their true norm, and whether an optimizer
+skipped (None: only the device knows)."""
 
 SKIPS = ("auto", "host", "device")
 """The values of `skip`: who decides whether an optimizer that takes no flag steps."""
@@ -97,27 +100,26 @@ class OptimizerSteps:
         setattr(optimizer, name, run)
         return run, before
 
-    def read(self, optimizer: Optimizer, steps_next: bool = False) -> Reading:
+    def read(self, optimizer: Optimizer, steps_next: bool = False) -> Record:
         """Read an optimizer's gradients, once a step (`Gradients.read`)."""
-        shared = None if optimizer in self._gradients else self._losses.shared
-        inverse = None if shared is None else shared.inverse(self._gradients.device)
-        return self._gradients.read(optimizer, inverse, steps_next)
+        return self._gradients.read(optimizer, self._losses.shared.inverse, steps_next)
 
     def take_all(self, chosen: Sequence[Optimizer], check: Check) -> Taken:
         """Step optimizers, each unless its gradients are not finite. `check`: called before the first."""
         # of several not: a hook around the step of one may change the gradients of another after they were copied
-        readings = [self.read(each, steps_next=len(chosen) == 1) for each in chosen]
+        records = [self.read(each, steps_next=len(chosen) == 1) for each in chosen]
         norm = self._gradients.norm_of_all(chosen)
-        parameters = list(chain.from_iterable(self._gradients[each].parameters for each in chosen))
+        parameters = list(chain.from_iterable(map(_PARAMETERS, records)))
         check(parameters)
         skipped: list[bool | None] = []
         try:
-            for each, reading in zip(chosen, readings, strict=True):
-                skipped.append(self.take(each, reading.found))
+            for each, record in zip(chosen, records, strict=True):
+                skipped.append(self.take(each, record.reading.found))
         finally:
             for each in chosen:
                 self._gradients.forget(each)
-        return parameters, reduce(Reading.merged, readings), norm, None if None in skipped else any(skipped)
+        read = reduce(Reading.merged, map(_READING, records))
+        return parameters, read, norm, None if None in skipped else any(skipped)
 
     def take(self, optimizer: Optimizer, found: Tensor) -> bool | None:
         """Step unless `found`; returns whether it skipped, or None when only the device knows."""
@@ -149,7 +151,7 @@ class OptimizerSteps:
         if skipped:
             return True
         ours = isinstance(optimizer, FusedOptimizer) and fused and not self._losses.separate_scales
-        if ours and not self._gradients[optimizer].true and not self._gradients.are_wide(optimizer):
+        if ours and self._gradients.takes_low(optimizer):
             self._gradients.step_low(optimizer, flag)
             return skipped
         self._gradients.make_true(optimizer)
@@ -176,7 +178,7 @@ class OptimizerSteps:
         scaled: set[Tensor] = self.others.scaled() if self._losses.scaled else set()
         waiting = self._losses.scaled and self._pending.running and not self._losses.separate_scales
         for each in self.optimizers if waiting else ():
-            if each not in self._gradients or not self._gradients[each].true:
+            if each not in self._gradients.records or not self._gradients.records[each].true:
                 scaled.update(parameters_of(each))
         check_step_of_another(optimizer, self._masters, scaled)
 
@@ -235,13 +237,15 @@ class _OpenSessions:
             self._handle = None
 
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        every = [steps for steps in [known() for known in self._open] if steps is not None]
-        for steps in every:
-            if optimizer in steps.optimizers:  # of one session: they have no parameters in common
+        others = []
+        for known in self._open:
+            steps = known()
+            if steps is not None and optimizer in steps.optimizers:  # of one session: they share no parameters
                 steps.before_own_step(optimizer, args, kwargs)
-                break
-        else:
-            for steps in every:
+                return
+            others.append(steps)
+        for steps in others:
+            if steps is not None:
                 steps.before_step_of_another(optimizer)
 
     _before_step.changes_nothing = True  # type: ignore[attr-defined]

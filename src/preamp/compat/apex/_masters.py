@@ -25,7 +25,7 @@ MASTER_OF: Any = WeakTensorKeyDictionary()
 
 
 class Masters:
-    """The parameters of an optimizer by kind. Frozen parameters are in none of the lists and stay as they are.
+    """The parameters of an optimizer by kind. Frozen ones are in none of the lists until they are not frozen any more.
 
     Lists named `..._groups` have a list for each group; `all_...` are flat. `fp16` are 16-bit parameters, and
     `fp32_from_fp16` their masters, in the same order; `fp32_from_fp32` are all others.
@@ -38,48 +38,60 @@ class Masters:
         self.all_fp16_params: list[Parameter] = []
         self.all_fp32_from_fp16_params: list[Parameter] = []
         self.all_fp32_from_fp32_params: list[Parameter] = []
+        self._frozen: list[tuple[int, Parameter]] = []  # with the number of the group
 
-    @torch.no_grad()
     def make_masters(self, optimizer: Any, group: dict[str, Any]) -> None:
         """Put masters in the place of a group's 16-bit parameters; state that exists moves to them, in float32.
 
         Saved masters keep their bits where they round to what the parameters are now; a warning says if they do not.
         """
-        saved, fitting = group.pop(SAVED, None) or [None] * len(group["params"]), True
-        low: list[Parameter] = []
-        masters: list[Parameter] = []
-        full: list[Parameter] = []
-        for i, parameter in enumerate(group["params"]):
-            if not parameter.requires_grad:
-                continue
-            if parameter.dtype not in LOW_DTYPES:
-                full.append(parameter)
-                continue
-            master = Parameter(parameter.detach().clone().float())
-            if saved[i] is not None and saved[i].shape == master.shape:
-                kept = saved[i].to(master.device)
-                same = kept.to(parameter.dtype) == parameter
-                master.copy_(torch.where(same, kept, master))
-                fitting = fitting and bool(same.all())
-            master.__dict__.update(parameter.__dict__)  # marks such as "no weight decay" that optimizers look for
-            group["params"][i] = master
-            if parameter in optimizer.state:
-                optimizer.state[master] = map_tensors(_widened, optimizer.state.pop(parameter))
-            MASTER_OF[parameter] = master
-            low.append(parameter)
-            masters.append(master)
-        if not fitting:
+        parameters, number = list(group["params"]), len(self.fp16_groups)
+        saved = group.pop(SAVED, None) or [None] * len(parameters)
+        for lists in (self.fp16_groups, self.fp32_from_fp16_groups, self.fp32_from_fp32_groups):
+            lists.append([])
+        self._frozen += [(number, parameter) for parameter in parameters if not parameter.requires_grad]
+        pairs = [pair for pair in zip(parameters, saved, strict=False) if pair[0].requires_grad]
+        fit = [self._take(optimizer, group, number, *pair) for pair in pairs]
+        if not all(fit):
             warn(
                 "the optimizer's state was loaded before amp.initialize, and its float32 masters are not those of the "
                 "model as it is now, so that the model's weights are taken. Write amp.initialize(...) first, then "
                 "model.load_state_dict(...) and optimizer.load_state_dict(...)"
             )
-        self.fp16_groups.append(low)
-        self.fp32_from_fp16_groups.append(masters)
-        self.fp32_from_fp32_groups.append(full)
-        self.all_fp16_params += low
-        self.all_fp32_from_fp16_params += masters
-        self.all_fp32_from_fp32_params += full
+
+    def take_unfrozen(self, optimizer: Any) -> None:
+        """Take in what was frozen and is not any more, since its gradients will be scaled as all others are."""
+        late = [(number, parameter) for number, parameter in self._frozen if parameter.requires_grad]
+        if late:
+            self._frozen = [each for each in self._frozen if not each[1].requires_grad]
+        for number, parameter in late:
+            self._take(optimizer, optimizer.param_groups[number], number, parameter, None)
+
+    @torch.no_grad()
+    def _take(
+        self, optimizer: Any, group: dict[str, Any], number: int, parameter: Parameter, saved: Tensor | None
+    ) -> bool:
+        """Whether its saved master, if there is one, rounds to what the parameter is now."""
+        if parameter.dtype not in LOW_DTYPES:
+            self.fp32_from_fp32_groups[number].append(parameter)
+            self.all_fp32_from_fp32_params.append(parameter)
+            return True
+        master, fits = Parameter(parameter.detach().clone().float()), True
+        if saved is not None and saved.shape == master.shape:
+            kept = saved.to(master.device)
+            same = kept.to(parameter.dtype) == parameter
+            master.copy_(torch.where(same, kept, master))
+            fits = bool(same.all())
+        master.__dict__.update(parameter.__dict__)  # marks such as "no weight decay" that optimizers look for
+        group["params"][:] = [master if each is parameter else each for each in group["params"]]
+        if parameter in optimizer.state:
+            optimizer.state[master] = map_tensors(_widened, optimizer.state.pop(parameter))
+        MASTER_OF[parameter] = master
+        for lows in (self.fp16_groups[number], self.all_fp16_params):
+            lows.append(parameter)
+        for masters in (self.fp32_from_fp16_groups[number], self.all_fp32_from_fp16_params):
+            masters.append(master)
+        return fits
 
     @torch.no_grad()
     def masters_to_model(self) -> None:

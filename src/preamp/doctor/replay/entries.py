@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from ...machine import set_random_state
 from ..measure import key_of
 from ..places import Place
 from ..records import Line
@@ -82,7 +83,7 @@ def tensor_key(tensor: Tensor) -> Key:
 
 def call_again(call: ModelCall, args: Any, kwargs: Any) -> Any:
     """Call a model as it was called, with the random state, buffers and attributes of then."""
-    restore.set_random_state(call.random)
+    set_random_state(call.random)
     with torch.no_grad():
         for part, name, buffer, before in call.buffers:
             part._buffers[name] = buffer

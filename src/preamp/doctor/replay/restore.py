@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import logging
 import os
-import random
 import sys
 import warnings
 from collections import Counter, OrderedDict, defaultdict, deque
@@ -13,40 +12,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, redirect_stderr, redirect_stdout
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
-State = tuple[Any, ...]
-
-
-def random_state() -> State:
-    """That of Python, of numpy where it is in use, and of torch on the CPU and every GPU in use."""
-    numpy: Any = np.random.get_state() if "numpy.random" in sys.modules else None
-    cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else None
-    return random.getstate(), numpy, torch.get_rng_state(), cuda
-
-
-def set_random_state(state: State) -> None:
-    """Put back what `random_state` returned."""
-    python, numpy, cpu, cuda = state
-    random.setstate(python)
-    if numpy is not None:
-        np.random.set_state(numpy)
-    torch.set_rng_state(cpu)
-    if cuda is not None:
-        torch.cuda.set_rng_state_all(cuda)
-
-
-@contextmanager
-def random_kept() -> Iterator[None]:
-    """Draws inside are not missed by what comes after."""
-    state = random_state()
-    try:
-        yield
-    finally:
-        set_random_state(state)
+from ...machine import random_kept
 
 
 @contextmanager

@@ -18,6 +18,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_map
 
 from ...autocast import MARKER
+from ...machine import random_kept, random_state, set_random_state
 from ...tree import PLAIN, tensors
 from ..operators import Call, Observer, Stream, base_of
 from ..places import Place, Places, users_line
@@ -83,7 +84,7 @@ class Tape(Observer):
             module,
             self._refer(args),
             self._refer(kwargs),
-            restore.random_state(),
+            random_state(),
             [(part, name, b, b.detach().clone()) for part, name, b in held],
             tuple((kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in _REGIONS),
             {part: restore.attributes_of(part) for part in parts},
@@ -144,7 +145,7 @@ class Tape(Observer):
                 self._known[key] = identity_of(tensor)
         if not self._drew and torch.Tag.nondeterministic_seeded in call.func.tags:
             self._drew = True  # the first that draws since a model returned; those after it go on from there
-            self._entries.append(RandomState(restore.random_state()))
+            self._entries.append(RandomState(random_state()))
         self.readings.note(call.at)
         args, kwargs = self._refer(call.args), self._refer(call.kwargs)
         op = Op(call.func, args, kwargs, [], call.grad_enabled, call.place, self.in_region)
@@ -250,7 +251,7 @@ class Tape(Observer):
         flags = {part: restore.attributes_of(part) for model in self.models() for part in model.modules()}
         self.is_replaying = True
         try:
-            with _disable_current_modes(), restore.random_kept():
+            with _disable_current_modes(), random_kept():
                 yield
         finally:
             self.is_replaying = False
@@ -291,7 +292,7 @@ class Tape(Observer):
 
         for entry in self._entries[: last + 1]:
             if isinstance(entry, RandomState):
-                restore.set_random_state(entry.state)
+                set_random_state(entry.state)
             elif isinstance(entry, KeptTensor):
                 env[entry.key] = entry.value.clone()
             elif isinstance(entry, ModelCall):

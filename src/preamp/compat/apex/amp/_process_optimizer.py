@@ -80,6 +80,7 @@ class AmpOptimizerState(Masters):
         elif not self.lazy_init_called:
             for group in groups:
                 self.make_masters(self._optimizer, group)
+        self.take_unfrozen(self._optimizer)
         self.lazy_init_called = True
 
     def _stepped(self) -> list[Parameter]:

@@ -96,6 +96,7 @@ class FP16_Optimizer(Masters):
 
         `update_master_grads=False`: leave the masters' gradients for a later `update_master_grads()`.
         """
+        self.take_unfrozen(self.optimizer)
         scale = self.loss_scaler.loss_scale()
         self._put_under(scale)
         (loss.float() * scale).backward(retain_graph=retain_graph)

@@ -127,7 +127,7 @@ class ApexOptimizer(FusedOptimizer):
     def _before_buckets(self, collected: Collected, factor: Tensor | None) -> None:
         """Count a step of each group; a count on the device leaves out steps that are skipped."""
         super()._before_buckets(collected, factor)
-        found = getattr(self, "found_inf", None) if self._handed is None else self._handed.found
+        found = getattr(self, "found_inf", None) if self._handed is None else self._handed[1]
         self._taken = [group.get("step", 0) for group in self.param_groups]
         for i, group in enumerate(self.param_groups if self.counts_by_group else ()):
             if self.on_device:
