@@ -19,6 +19,7 @@ import preamp
 from preamp.errors import OptimizerError, PolicyError, ScaleCollapse, SessionError
 from preamp.optim import LAMB, SGD, Adagrad, AdamW, Lion
 
+from ..releases import TORCH
 from ..rows import over
 from .toys import loss_of, mlp, same, weights
 
@@ -450,7 +451,7 @@ def test_gradients_that_are_thrown_away_are_told_to_have_been_stepped(prepare: C
     session.backward(loss_of(model, 0))
     with pytest.warns(preamp.PreampWarning, match="stepped already") as told:
         session.zero_grad()
-    assert told[0].filename == __file__
+    assert told[0].filename == __file__ or TORCH < (2, 7)  # whose wrapper has a frame of its own
     step(session, model, 1)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
