@@ -42,6 +42,15 @@ def peak_share(found: Contenders, ours: str) -> float:
     return float(found[ours]["peak bytes"] / found[theirs]["peak bytes"])
 
 
+def timed(found: Contenders, name: str) -> tuple[float | None, ...]:
+    """Milliseconds of a step; and against torch.amp, for those of preamp's, the median ratio and its interval."""
+    ratio = against(found, name) if name in ALIKE else {}
+    return 1e3 * found[name]["stats"]["median"], *map(ratio.get, ("median", "low", "high"))
+
+
+TIMES = Column("step", "ms", 2), Column("speed", "x", 2), Column("low", digits=2), Column("high", digits=2)
+
+
 def rows_of(results: Mapping[str, Any], suite: str) -> Iterator[tuple[str, str, Contenders]]:
     """Work, contender, and all contenders of the work, with torch.amp's before preamp's."""
     shown = [*dict.fromkeys(ALIKE.values()), *ALIKE]
@@ -64,33 +73,19 @@ def told_of(results: Mapping[str, Any], suite: str) -> str:
 @committed("gpu", "./dev gpu steps")
 def gpu_steps(results: dict[str, Any]) -> tuple[Table, str]:
     """Whole training steps: time and peak memory."""
-    rows = []
-    for work, name, found in rows_of(results, "steps"):
-        ratio = against(found, name) if name in ALIKE else None
-        told = (None, None, None) if ratio is None else (ratio["median"], ratio["low"], ratio["high"])
-        share = peak_share(found, name) if name in ALIKE else None
-        kernels = found[name]["launches"]
-        rows.append((work, name, 1e3 * found[name]["stats"]["median"], *told, share, kernels))
-    columns = (
-        "network", "contender", Column("step", "ms", 2), Column("speed", "x", 2), Column("low", digits=2),
-        Column("high", digits=2), Column("peak memory", "of torch.amp's", 2), Column("kernels", digits=0),
-    )  # fmt: skip
-    what = {row["name"]: row["what"] for row in results["suites"]["steps"]}
-    return Table("", columns, rows), f"{'; '.join(f'{name}: {is_}' for name, is_ in what.items())}. " + told_of(
-        results, "steps"
-    )
+    rows = [
+        (work, name, *timed(found, name), peak_share(found, name) if name in ALIKE else None, found[name]["launches"])
+        for work, name, found in rows_of(results, "steps")
+    ]
+    columns = ("network", "contender", *TIMES, Column("peak memory", "of torch.amp's", 2), Column("kernels", digits=0))
+    what = "; ".join(f"{row['name']}: {row['what']}" for row in results["suites"]["steps"])
+    return Table("", columns, rows), f"{what}. {told_of(results, 'steps')}"
 
 
 @committed("gpu", "./dev gpu lists")
 def gpu_lists(results: dict[str, Any]) -> tuple[Table, str]:
     """Adam's step with the casts around it."""
-    rows = []
-    for work, name, found in rows_of(results, "lists"):
-        ratio = against(found, name) if name in ALIKE else None
-        told = (None, None, None) if ratio is None else (ratio["median"], ratio["low"], ratio["high"])
-        rows.append((work, name, 1e3 * found[name]["stats"]["median"], *told, found[name]["launches"]))
-    columns = (
-        "tensors", "contender", Column("step", "ms", 2), Column("speed", "x", 2), Column("low", digits=2),
-        Column("high", digits=2), Column("kernels", digits=0),
-    )  # fmt: skip
-    return Table("", columns, rows), told_of(results, "lists")
+    rows = [
+        (work, name, *timed(found, name), found[name]["launches"]) for work, name, found in rows_of(results, "lists")
+    ]
+    return Table("", ("tensors", "contender", *TIMES, Column("kernels", digits=0)), rows), told_of(results, "lists")

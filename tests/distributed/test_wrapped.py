@@ -116,7 +116,7 @@ def in_full(level: str, first: bool) -> str:
                 try:
                     session.backward(loss)
                 except SessionError as error:
-                    if not inside or "ranks would part" not in str(error):
+                    if not inside or "let ranks part" not in str(error):
                         return str(error)
                     continue
             session.step()

@@ -71,9 +71,9 @@ def check_exchanged(models: Iterable[nn.Module]) -> None:
     """Refuse a backward pass inside `full_precision` whose gradients no DistributedDataParallel would exchange."""
     if wrappers_of([parameter for model in models for parameter in model.parameters()]):
         raise SessionError(
-            "a backward pass inside full_precision() under DistributedDataParallel, which exchanges the gradients of "
-            "16-bit parameters, and float32 ones are in their places: ranks would part. Train outside, or at O1 or "
-            "O4, whose parameters are float32 already"
+            "a backward pass inside full_precision() would let ranks part: DistributedDataParallel exchanges the "
+            "gradients of 16-bit parameters, and float32 ones are in their places now. Call backward outside, or train "
+            "at O1 or O4, whose parameters stay float32"
         )
 
 
