@@ -30,9 +30,9 @@ def _options(kind: Any, options: dict[str, Any]) -> Any:
 
 def adam_(
     params: Tensors, grads: Tensors, first: Tensors, second: Tensors, most: Tensors, copies: Copies, step: Tensor,
-    *, contiguous: bool = False, **options: Any,
+    **options: Any,
 ) -> None:  # fmt: skip
-    storage = Storage(params, (first, second, most), step, copies, contiguous=contiguous)
+    storage = Storage(params, (first, second, most), step, copies)
     kernels.adam(storage, grads, _options(kernels.AdamOptions, options))
 
 
@@ -61,18 +61,18 @@ def adam_8bit_(
 
 
 def sgd_(
-    params: Tensors, grads: Tensors, buffers: Tensors, copies: Copies, *, contiguous: bool = False,
+    params: Tensors, grads: Tensors, buffers: Tensors, copies: Copies, *,
     step: Tensor | None = None, bits: Tensors | None = None, **options: Any,
 ) -> None:  # fmt: skip
-    storage = Storage(params, (buffers,), step, copies, bits, contiguous=contiguous)
+    storage = Storage(params, (buffers,), step, copies, bits)
     kernels.sgd(storage, grads, _options(kernels.SGDOptions, options))
 
 
 def adagrad_(
-    params: Tensors, grads: Tensors, sums: Tensors, copies: Copies, step: Tensor, *, contiguous: bool = False,
+    params: Tensors, grads: Tensors, sums: Tensors, copies: Copies, step: Tensor,
     **options: Any,
 ) -> None:  # fmt: skip
-    storage = Storage(params, (sums,), step, copies, contiguous=contiguous)
+    storage = Storage(params, (sums,), step, copies)
     kernels.adagrad(storage, grads, _options(kernels.AdagradOptions, options))
 
 

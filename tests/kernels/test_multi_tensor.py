@@ -11,7 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from preamp.kernels.lists import TensorList, chained, count_writes, same_walk, split_by_walk, walkable
+from preamp.kernels.lists import TensorList, chained, count_writes, split_by_walk, walk_of
 from preamp.kernels.triton.tables import chunks_of, parts_of
 
 CPU = torch.device("cpu")
@@ -53,16 +53,15 @@ def test_parts_hold_addresses_and_positions() -> None:
 def test_walks() -> None:
     plain = torch.zeros(4, 3, 5, 5)
     last = plain.to(memory_format=torch.channels_last)
-    assert walkable(plain) and walkable(last) and walkable(torch.zeros(3, 4).t()) and walkable(torch.zeros(()))
-    assert not walkable(torch.zeros(4, 6)[:, ::2]) and not walkable(torch.zeros(3, 1).expand(3, 4))
-    assert walkable(torch.zeros(0, 3)) and walkable(torch.zeros(5, 1, 7).transpose(0, 2))
-    assert same_walk(plain, torch.ones_like(plain)) and same_walk(last, torch.ones_like(last))
-    assert not same_walk(plain, last) and not same_walk(last, plain)
+    assert walk_of(plain) == walk_of(torch.zeros(())) == walk_of(torch.zeros(0, 3)) == ()
+    assert walk_of(last) == walk_of(torch.ones_like(last)) == (75, 1, 15, 3)
+    assert walk_of(torch.zeros(3, 4).t()) == (1, 4) and walk_of(torch.zeros(5, 1, 7).transpose(0, 2)) == (1, 7)
+    assert walk_of(torch.zeros(4, 6)[:, ::2]) is None and walk_of(torch.zeros(3, 1).expand(3, 4)) is None
     one = torch.zeros(4, 3, 1, 1)
-    assert same_walk(one, one.to(memory_format=torch.channels_last))
-    assert split_by_walk([[plain, one], [plain, one]]) is None
-    assert split_by_walk([[last, one], [last, one]]) is None
-    assert split_by_walk([[plain, one, plain[:, :2]], [last, one, plain[:, :2]]]) == ([1], [0, 2])
+    assert walk_of(one) == walk_of(one.to(memory_format=torch.channels_last)) == ()
+    cut = plain[:, :2]
+    assert split_by_walk([TensorList([last, one]).walks] * 2) == ([0, 1], [])
+    assert split_by_walk([TensorList([plain, one, cut]).walks, TensorList([last, one, cut]).walks]) == ([1], [0, 2])
 
 
 RUNS = """

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import dataclass
 from functools import cache
+from operator import attrgetter
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from ..errors import OptimizerError
 from ..formats import LOW_DTYPES
-from .lists import count_writes, laid_out_like, listed, split_by_walk
+from .lists import TensorList, count_writes, laid_out_like, split_by_walk
 from .storage import Storage, Tensors
 from .triton import triton_runs_on
 
@@ -22,6 +22,8 @@ Backend = Callable[[Storage, Tensors, Any], None]
 _GRADS = {torch.float16, torch.bfloat16, torch.float32}
 _STATES = {torch.float32, torch.int8, torch.uint8}
 _FUSED_DTYPES = {torch.float16, torch.bfloat16, torch.float32, torch.float64}
+
+_SIZES, _WALKS = attrgetter("sizes"), attrgetter("walks")
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +47,10 @@ class Backends:
 
 
 def dispatch(storage: Storage, gradients: Tensors, o: Any, backends: Backends) -> None:
-    """Step by the fastest implementation that takes these tensors."""
+    """Step by the fastest implementation that takes these tensors.
+
+    `OptimizerError` if sizes differ: a kernel would not notice that.
+    """
     dtype = gradients[0].dtype
     if storage.chosen is None or storage.chosen[:2] != (backends, dtype):
         storage.chosen = backends, dtype, _choose(storage, dtype, backends)
@@ -53,10 +58,17 @@ def dispatch(storage: Storage, gradients: Tensors, o: Any, backends: Backends) -
     if step is backends.reference:
         step(storage, gradients, o)
         return
-    if not storage.contiguous:
-        parted = walks(storage, gradients, backends.shaped)
-        if parted is not None:
-            fit, rest = parted
+    lists = gradients, storage.params, *storage.states[: backends.shaped], storage.bits, storage.copies
+    every = [each if isinstance(each, TensorList) else TensorList(each) for each in lists if each]
+    sizes, walks = list(map(_SIZES, every)), list(map(_WALKS, every))
+    if sizes.count(sizes[0]) < len(sizes):
+        raise OptimizerError(
+            "gradients, states or 16-bit copies have other numbers of elements than their parameters: each list holds "
+            "one tensor for each parameter, of its shape"
+        )
+    if walks.count(walks[0]) < len(walks) or None in walks[0]:
+        fit, rest = split_by_walk(walks[1:])  # gradients may differ: they are copied
+        if rest:
             if not (fit and backends.elementwise):
                 backends.reference(storage, gradients, o)
                 return
@@ -65,7 +77,6 @@ def dispatch(storage: Storage, gradients: Tensors, o: Any, backends: Backends) -
                 others.step = storage.step.clone()  # each of the two calls counts the step
             backends.reference(others, [gradients[i] for i in rest], o)
             storage, gradients = storage.at(fit), [gradients[i] for i in fit]
-    if not (storage.contiguous and listed(gradients).contiguous):
         gradients = laid_out_like(storage.params, gradients)
     step(storage, gradients, o)
     if backends.torch_fused is not None and step is backends.torch_fused[1]:  # which counts no writes
@@ -85,21 +96,6 @@ def _choose(storage: Storage, gradients: torch.dtype, backends: Backends) -> Bac
         if not broken and _has_kernel(fused[0], param.device.type):
             return fused[1]
     return backends.reference
-
-
-def walks(storage: Storage, gradients: Tensors, shaped: int | None = None) -> tuple[list[int], Sequence[int]] | None:
-    """Positions whose parameter, states and copy share one memory order, and the others; None if there are no others.
-
-    Gradients may differ, they can be copied. `OptimizerError` if sizes differ: a kernel would not notice that.
-    """
-    lists = replace(storage, states=storage.states[:shaped]).lists
-    sizes = list(map(Tensor.numel, storage.params))
-    if any(list(map(Tensor.numel, tensors)) != sizes for tensors in (gradients, *lists)):
-        raise OptimizerError(
-            "gradients, states or 16-bit copies have other numbers of elements than their parameters: each list holds "
-            "one tensor for each parameter, of its shape"
-        )
-    return split_by_walk(lists)
 
 
 @cache

@@ -53,7 +53,7 @@ def blocks_in_a_row(param: Tensor) -> int:
 
 
 def flat(tensor: Tensor) -> Tensor:
-    """A walkable tensor (`lists.walkable`) in memory order, (n,)."""
+    """A walkable tensor (`lists.walk_of`) in memory order, (n,)."""
     return tensor.as_strided((tensor.numel(),), (1,))
 
 

@@ -7,12 +7,15 @@ the same element. That holds for contiguous tensors, and for dense ones of equal
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from functools import cached_property
+from functools import cached_property, lru_cache
 from itertools import chain
 from operator import attrgetter
 
 import torch
 from torch import Tensor
+
+Walks = tuple[tuple[int, ...] | None, ...]
+"""How each of some tensors lies in memory (`walk_of`)."""
 
 _DTYPE, _LAYOUT = attrgetter("dtype"), attrgetter("layout")
 
@@ -64,6 +67,11 @@ class TensorList(list[Tensor]):
         except RuntimeError:  # raised by sparse ones in rows
             return False
 
+    @cached_property
+    def walks(self) -> Walks:
+        """How each tensor lies in memory (`walk_of`)."""
+        return ((),) * len(self) if self.contiguous else tuple(map(walk_of, self))
+
 
 def listed(tensors: Sequence[Tensor]) -> TensorList:
     """The same object if it is a `TensorList`, else a new one."""
@@ -85,47 +93,40 @@ def chained(lists: Sequence[Sequence[Tensor]]) -> TensorList:
     return made
 
 
-def walkable(tensor: Tensor) -> bool:
-    """Whether the elements of a strided tensor fill one contiguous range of memory, each position once."""
-    if tensor.is_contiguous():
-        return True
+def walk_of(tensor: Tensor) -> tuple[int, ...] | None:
+    """How a strided tensor lies in memory; tensors of one shape that lie alike can be walked together.
+
+    () if it is contiguous, else the strides of its sizes other than 1; None if it does not fill one range of memory,
+    each position once.
+    """
+    return () if tensor.is_contiguous() else _walk(tensor.shape, tensor.stride())
+
+
+@lru_cache(maxsize=1024)
+def _walk(sizes: tuple[int, ...], strides: tuple[int, ...]) -> tuple[int, ...] | None:
+    own = [(stride, size) for stride, size in zip(strides, sizes, strict=True) if size != 1]
     expected = 1
-    for stride, size in sorted((s, n) for s, n in zip(tensor.stride(), tensor.shape, strict=True) if n != 1):
+    for stride, size in sorted(own):
         if stride != expected:
-            return False
+            return None
         expected *= size
-    return True
+    return tuple(stride for stride, _ in own)
 
 
-def same_walk(tensor: Tensor, other: Tensor) -> bool:
-    """Whether two tensors of one shape are walkable and have the same memory order."""
-    if tensor.is_contiguous() and other.is_contiguous():
-        return True
-    return walkable(tensor) and _strides(tensor) == _strides(other)
-
-
-def _strides(tensor: Tensor) -> list[int]:
-    return [stride for stride, size in zip(tensor.stride(), tensor.shape, strict=True) if size != 1]
-
-
-def split_by_walk(lists: Sequence[Sequence[Tensor]]) -> tuple[list[int], list[int]] | None:
-    """Positions whose tensors can be walked together, and the others; None if all of them can."""
-    if all(all(map(Tensor.is_contiguous, tensors)) for tensors in lists):
-        return None
-    first, others = lists[0], lists[1:]
-    fit = [walkable(one) and all(same_walk(one, tensors[i]) for tensors in others) for i, one in enumerate(first)]
-    if all(fit):
-        return None
+def split_by_walk(walks: Iterable[Walks]) -> tuple[list[int], list[int]]:
+    """Positions whose tensors can be walked together, and the others, from the `walks` of each list."""
+    fit = [own[0] is not None and len(set(own)) == 1 for own in zip(*walks, strict=True)]
     return [i for i, good in enumerate(fit) if good], [i for i, good in enumerate(fit) if not good]
 
 
 def laid_out_like(models: Sequence[Tensor], tensors: Sequence[Tensor]) -> Sequence[Tensor]:
     """`tensors` in the memory order of their walkable models: unchanged, or copied if they have another order."""
-    if split_by_walk([models, tensors]) is None:
+    wanted, found = listed(models).walks, listed(tensors).walks
+    if wanted == found:
         return tensors
     return [
-        tensor if same_walk(model, tensor) else torch.empty_like(model, dtype=tensor.dtype).copy_(tensor)
-        for model, tensor in zip(models, tensors, strict=True)
+        tensor if walk == own else torch.empty_like(model, dtype=tensor.dtype).copy_(tensor)
+        for model, tensor, walk, own in zip(models, tensors, wanted, found, strict=True)
     ]
 
 

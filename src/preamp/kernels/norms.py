@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from .lists import walkable
+from .lists import walk_of
 
 LONG = 2**19
 """Tensors with at least this many entries are cut into rows; for shorter ones that would take longer."""
@@ -24,7 +24,9 @@ PLAIN = (Tensor, Parameter)
 
 def l2_norms(tensors: list[Tensor]) -> list[Tensor]:
     """The norm of each tensor, 0-d. Tensors are strided, and at least float32 or complex64."""
-    by_rows = [t.numel() >= LONG and t.device.type == "cpu" and type(t) in PLAIN and walkable(t) for t in tensors]
+    by_rows = [
+        t.numel() >= LONG and t.device.type == "cpu" and type(t) in PLAIN and walk_of(t) is not None for t in tensors
+    ]
     if not any(by_rows):
         return list(torch._foreach_norm(tensors)) if tensors else []
     others = [tensor for tensor, long in zip(tensors, by_rows, strict=True) if not long]

@@ -49,15 +49,8 @@ class Storage:
     """16-bit tensors of one dtype that get the new parameters, rounded to nearest even."""
     bits: Tensors | None = None
     """What `bits.split` keeps of masters beside bfloat16 `params`: int16, or int8, which is rounded by chance."""
-    contiguous: bool = False
-    """Whether parameters, states and copies are known to be contiguous, so that no check is needed."""
     chosen: tuple[Any, torch.dtype, Any] | None = None
     """The implementation that takes these tensors, with what it was chosen from, and for which dtype of gradients."""
-
-    @property
-    def lists(self) -> list[Tensors]:
-        """Every list whose tensors have the parameters' shapes, without gradients; empty ones left out."""
-        return [each for each in (self.params, *self.states, self.bits, self.copies) if each]
 
     def at(self, places: Sequence[int] | slice) -> Storage:
         """The storage of some of the parameters."""

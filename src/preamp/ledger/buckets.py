@@ -16,7 +16,7 @@ from typing import Any
 from torch import Tensor
 from torch.nn import Parameter
 
-from ..kernels import ShardSum, Storage, TensorList, count_writes, listed, present_in
+from ..kernels import ShardSum, Storage, TensorList, count_writes, present_in
 from ..sharding import held_here, is_sharded, placed_as
 from .layout import Layout, overlapping
 from .leaves import Leaves
@@ -75,7 +75,6 @@ class Bucket:
             stored: list[Tensor] = self.leaves.stored()
             if self.sharded:
                 stored = list(map(held_here, stored))
-            self.storage.contiguous = self.layout.dense and listed(stored).contiguous
             masters.place(self.storage, stored, self.layout.params)
 
     def end_step(self, masters: Masters) -> None:
@@ -187,7 +186,7 @@ def _buckets_of(optimizer: Any, group: dict[str, Any], params: list[Parameter], 
     for (when, _), alike in by_age.items():
         steps = optimizer.counted(alike, when) if optimizer.counts_steps else None
         layout = Layout(alike, [[state[param][name] for param in alike] for name in names])
-        storage = Storage(layout.params, layout.states, contiguous=layout.dense)
+        storage = Storage(layout.params, layout.states)
         storage.step = None if steps is None else steps.one
         leaves = masters.leaves_of(alike) if optimizer.is_mastered(params[0]) else None
         buckets.append(Bucket(group, alike, leaves, names, storage, steps, layout, is_sharded(alike[0])))

@@ -39,7 +39,6 @@ class Layout:
         self.states = [TensorList(held[len(params) + number :: len(states)]) for number in range(len(states))]
         if not self._sharded:
             self.params.owners = list(params)
-        self.dense = not self._sharded and all(map(Tensor.is_contiguous, held))
 
     def _here(self, tensors: list[Tensor]) -> list[Tensor]:
         return list(map(held_here, tensors)) if self._sharded else tensors
@@ -52,7 +51,7 @@ class Layout:
         """Whether these are dense, on the device, and have the memory order or the shapes of the parameters."""
         if not gradients.together or gradients[0].device != self.params[0].device:
             return False
-        if self.dense and gradients.contiguous:
+        if not self._sharded and self.params.contiguous and gradients.contiguous:
             return gradients.sizes == self.params.sizes
         return gradients.strided and list(map(_SHAPE, gradients)) == self.shapes
 

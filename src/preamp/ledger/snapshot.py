@@ -26,15 +26,17 @@ class Snapshot:
     def __init__(self, tensors: Sequence[Tensor], *, shown: bool = False) -> None:
         self._addresses = list(map(Tensor.data_ptr, tensors))
         self._dtypes = set(map(_DTYPE, tensors)) if shown else None
-        self._orderable = [i for i, tensor in enumerate(tensors) if _may_be_reordered(tensor, shown)]
-        self._contiguous = [tensors[i].is_contiguous() for i in self._orderable]
+        self._odd = [i for i, tensor in enumerate(tensors) if not tensor.is_contiguous()]
+        self._strides = [tensors[i].stride() for i in self._odd]
+        self._contiguous = [i for i, t in enumerate(tensors) if t.is_contiguous() and _may_be_reordered(t, shown)]
 
     def holds(self, tensors: Sequence[Tensor]) -> bool:
         """Whether addresses and memory orders are what they were."""
         return (
             list(map(Tensor.data_ptr, tensors)) == self._addresses
             and (self._dtypes is None or set(map(_DTYPE, tensors)) == self._dtypes)
-            and list(map(Tensor.is_contiguous, map(tensors.__getitem__, self._orderable))) == self._contiguous
+            and all(map(Tensor.is_contiguous, map(tensors.__getitem__, self._contiguous)))
+            and list(map(Tensor.stride, map(tensors.__getitem__, self._odd))) == self._strides
         )
 
 

@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..lists import TensorList, listed, walkable
+from ..lists import TensorList, listed
 from .launch import address, chunk_of, take
 from .tables import parts_of
 
@@ -62,8 +62,9 @@ def read(gradients: Sequence[Tensor]) -> Numbers:
     """
     device = gradients[0].device
     dense = own = listed(gradients)
-    if not own.contiguous:
-        dense = TensorList(gradient if walkable(gradient) else gradient.contiguous() for gradient in own)
+    if None in own.walks:
+        filled = zip(own, own.walks, strict=True)
+        dense = TensorList(gradient.contiguous() if walk is None else gradient for gradient, walk in filled)
     chunk = LONG if sum(own.sizes) >= MANY else SHORT
     dtypes = own.dtypes
     work = []

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import count
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -63,7 +64,7 @@ class Part:
 def parts_of(lists: Sequence[Sequence[Tensor]], chunk: int, positions: Sequence[int] | None = None) -> tuple[Part, ...]:
     """Chunks and address tables for kernels over `lists`: parameters, gradients, states, ... of equal lengths.
 
-    All tensors are on one device and walkable in the same order (`lists.same_walk`). `positions`: the numbers in the
+    All tensors are on one device and walkable in the same order (`lists.walk_of`). `positions`: the numbers in the
     last row of the table, by default 0, 1, 2, ... Tensors without elements are in no chunk.
     """
     device = lists[0][0].device
@@ -80,15 +81,14 @@ def parts_of(lists: Sequence[Sequence[Tensor]], chunk: int, positions: Sequence[
             if inside:
                 _captured.append(found.parts)
             return found.parts
-    numbers = (*addresses, spots if spots is not None else tuple(range(len(sizes))))
-    odd = {i for row in addresses for i, address in enumerate(row) if address % ALIGNMENT}
+    numbers = np.array((*addresses, range(len(sizes)) if spots is None else spots), dtype=np.int64)
+    aligned = (numbers[:-1] % ALIGNMENT == 0).all(0)
     parts = []
-    for aligned in (True, False):
-        chosen = [i for i in range(len(sizes)) if (i not in odd) is aligned and sizes[i]]
-        if chosen:
-            table = torch.tensor([[row[i] for i in chosen] for row in numbers], dtype=torch.int64, device="cpu")
-            cut = chunks_of(tuple([sizes[i] for i in chosen]), chunk, device)
-            parts.append(Part(cut, upload(table, device), aligned))
+    for wanted in (True, False):
+        chosen = np.flatnonzero((aligned == wanted) & (np.array(sizes, dtype=np.int64) > 0))
+        if len(chosen):
+            cut = chunks_of(sizes if len(chosen) == len(sizes) else tuple([sizes[i] for i in chosen]), chunk, device)
+            parts.append(Part(cut, upload(torch.from_numpy(numbers[:, chosen]), device), wanted))
     made = tuple(parts)
     with _lock:
         if inside:
