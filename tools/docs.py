@@ -16,7 +16,7 @@ from preamp.policy import LEVELS
 from preamp.report import Table
 from preamp.rules import TABLE
 
-from .docs_gpu import gpu_lists, gpu_steps
+from .docs_gpu import gpu_lists, gpu_losses, gpu_steps
 from .docs_results import (
     any_optimizer,
     apex_door,
@@ -117,6 +117,7 @@ GENERATORS: dict[str, Callable[[Path], str]] = {
     "figures_listed": figures_listed,
     "formats": formats,
     "gpu_lists": gpu_lists,
+    "gpu_losses": gpu_losses,
     "gpu_steps": gpu_steps,
     "host_time": host_time,
     "levels": levels,

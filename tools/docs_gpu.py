@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from benchmarks.harness import MEASURED_ON
+from benchmarks.measures import TAIL
 from benchmarks.race import spread
 
 from preamp.report import Column, Table
@@ -61,13 +63,22 @@ def rows_of(results: Mapping[str, Any], suite: str) -> Iterator[tuple[str, str, 
 
 def told_of(results: Mapping[str, Any], suite: str) -> str:
     """What figures mean, and where they are from."""
-    machine = results["environment"]
+    machine, commits = results["environment"], _commits(results["suites"][suite])
     rounds = {len(each["seconds"]) for _, name, found in rows_of(results, suite) for each in [found[name]]}
     return (
         "Speed: time of torch.amp in the same dtype, a graph beside a graph, over time of this one, round by round; "
         "its median, and an interval that holds the true median with 95 % or more. "
-        f"{machine['gpu']}, torch {machine['torch']}, preamp at {machine['commit']}, {rounds.pop()} rounds"
+        f"{machine['gpu']}, torch {machine['torch']}, preamp at {commits}, {rounds.pop()} rounds"
     )
+
+
+def _commits(rows: Sequence[Mapping[str, Any]]) -> str:
+    """At which commits rows were measured: a later one may have measured some anew."""
+    found = dict.fromkeys(row[MEASURED_ON]["commit"] for row in rows)
+    if len(found) == 1:
+        return next(iter(found))
+    own = {each: [row["name"] for row in rows if row[MEASURED_ON]["commit"] == each] for each in found}
+    return "; ".join(f"{each} ({', '.join(names)})" for each, names in own.items())
 
 
 @committed("gpu", "./dev gpu steps")
@@ -89,3 +100,19 @@ def gpu_lists(results: dict[str, Any]) -> tuple[Table, str]:
         (work, name, *timed(found, name), found[name]["launches"]) for work, name, found in rows_of(results, "lists")
     ]
     return Table("", ("tensors", "contender", *TIMES, Column("kernels", digits=0)), rows), told_of(results, "lists")
+
+
+@committed("gpu", "./dev gpu losses")
+def gpu_losses(results: dict[str, Any]) -> tuple[Table, str]:
+    """Final losses beside those of float32."""
+    rows = [
+        (row["name"], each["name"], each["loss"], 100 * each["against fp32"], len(each["skips"]))
+        for row in results["suites"]["losses"]
+        for each in row["contenders"]
+    ]
+    columns = ("network", "contender", Column("final loss", digits=4), Column("against fp32", "%", 3), "skips")
+    machine, (first, *_) = results["environment"], results["suites"]["losses"]
+    return Table("", columns, rows), (
+        f"Final loss: the mean of the last {TAIL} of {first['steps']} steps on synthetic data, with one seed. "
+        f"{machine['gpu']}, torch {machine['torch']}, preamp at {_commits(results['suites']['losses'])}"
+    )
