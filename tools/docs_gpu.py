@@ -74,11 +74,10 @@ def told_of(results: Mapping[str, Any], suite: str) -> str:
 
 def _commits(rows: Sequence[Mapping[str, Any]]) -> str:
     """At which commits rows were measured: a later one may have measured some anew."""
-    found = dict.fromkeys(row[MEASURED_ON]["commit"] for row in rows)
-    if len(found) == 1:
-        return next(iter(found))
-    own = {each: [row["name"] for row in rows if row[MEASURED_ON]["commit"] == each] for each in found}
-    return "; ".join(f"{each} ({', '.join(names)})" for each, names in own.items())
+    own: dict[str, list[str]] = {}
+    for row in rows:
+        own.setdefault(row[MEASURED_ON]["commit"], []).append(row["name"])
+    return next(iter(own)) if len(own) == 1 else "; ".join(f"{each} ({', '.join(own[each])})" for each in own)
 
 
 @committed("gpu", "./dev gpu steps")

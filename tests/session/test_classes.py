@@ -13,6 +13,8 @@ import pytest
 import torch
 import torch.nn.utils.parametrize as parametrize
 from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import preamp
 from preamp.errors import PreampWarning, SessionError
@@ -261,17 +263,62 @@ def test_a_table_of_positions_that_stays_float32_meets_16_bit_weights(level: str
 
 
 @pytest.mark.parametrize("level", ["O2", "O5"])
-def test_a_copy_that_is_cast_to_float32_computes_in_it(level: str) -> None:
-    """As averages of weights are made: copy.deepcopy(model).float(). A copy that only moves goes on casting."""
+def test_copies_are_plain_float32_models_with_the_masters_values(level: str) -> None:
+    """As averages, teachers and target networks are made, at whatever point of a step; the step takes no notice."""
+
+    def trained(copies: bool) -> tuple[nn.Module, list[nn.Module], list[Tensor]]:
+        model, made = mlp(), []
+        optimizer = torch.optim.SGD(model.parameters(), 1e-4, momentum=0.9)
+        with preamp.prepare(model, optimizer, level=level) as session:
+            for step in range(3):
+                x, y = batch(step)
+                with session.autocast():
+                    made += [copy.deepcopy(model)] if copies else []
+                    loss = F.cross_entropy(model(x).float(), y)
+                made += [copy.deepcopy(nn.ModuleDict({"of": model}))["of"]] if copies else []
+                session.backward(loss)
+                made += [copy.deepcopy(model)] if copies else []
+                session.step()
+                made += [copy.deepcopy((model, optimizer))[0]] if copies else []
+                session.zero_grad()
+            with session.full_precision(values_only=True):
+                exact = [p.detach().clone() for p in model.parameters()]
+        return model, made, exact
+
+    model, made, exact = trained(copies=True)
+    _, _, alone = trained(copies=False)
+    x, _ = batch(0)
+    for each in made:
+        assert [type(module) for module in each.modules()] == [type(module) for module in model.modules()]
+        assert {p.dtype for p in each.parameters()} == {torch.float32} and each(x).dtype is torch.float32
+    for mine, copied, theirs in zip(exact, made[-1].parameters(), alone, strict=True):
+        assert torch.equal(mine, copied) and torch.equal(mine, theirs)
+    first, last = (next(iter(each.parameters())) for each in (made[0], made[-1]))
+    assert not torch.equal(first, last) and all(p.grad is None for each in made for p in each.parameters())
+
+
+@pytest.mark.parametrize("level", ["O2", "O5"])
+def test_an_average_of_weights_moves_or_is_an_error(level: str) -> None:
+    """In 16 bits one that moves by a thousandth of the difference would stand still, and say nothing."""
     model = mlp()
     with preamp.prepare(model, torch.optim.SGD(model.parameters(), 0.1), level=level) as session:
-        average, moved = copy.deepcopy(model).float(), copy.deepcopy(model).to("cpu")
-        x, _ = batch(0)
-        assert {p.dtype for p in average.parameters()} == {torch.float32} and average(x).dtype is torch.float32
-        with torch.no_grad(), session.full_precision():
-            exact = copy.deepcopy(model)
-            for p, q in zip(exact.parameters(), average.parameters(), strict=True):
-                p.copy_(q)
-            assert torch.equal(average(x), exact(x))
-        with session.autocast():
-            assert torch.equal(moved(x), model(x))
+        by_torch, by_hand = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.999)), copy.deepcopy(model)
+        start = copy.deepcopy(model)
+        by_torch.update_parameters(model)  # the first one copies
+        for step in range(3):
+            x, y = batch(step)
+            with session.autocast():
+                loss = F.cross_entropy(model(x).float(), y)
+            session.backward(loss)
+            session.step()
+            session.zero_grad()
+            with torch.no_grad():
+                for average, p in zip(by_hand.parameters(), model.parameters(), strict=True):
+                    average.mul_(0.999).add_(p, alpha=0.001)
+        with pytest.raises(RuntimeError, match="dtype"):
+            by_torch.update_parameters(model)
+        with session.full_precision(values_only=True):
+            by_torch.update_parameters(model)
+        for each in (by_hand, by_torch.module):
+            pairs = zip(each.parameters(), start.parameters(), strict=True)
+            assert all(0 < (p - q).abs().max() < 0.01 for p, q in pairs)

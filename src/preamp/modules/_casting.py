@@ -46,14 +46,14 @@ class Casting:
     """The dtype of a region that a whole model enters where there is none, since float32 buffers meet its weights."""
     around: Callable[[], Any] | None = None
     """Makes a context for each call of a whole model."""
+    full: Callable[[nn.Module], Any] | None = None
+    """Makes a context in which a whole model with masters is a plain float32 one, as its copies are."""
 
     wide_weights: bool = False
     """A batch norm computes with its weights in float32, as its statistics are: FSDP2 has given it 16-bit ones."""
 
     stays: bool = False
     """Whether a pickled module keeps it, since its model has 16-bit weights and could not be called without."""
-    copied: bool = False
-    """Whether it is that of a copy, which belongs to no session."""
     bypassed: bool = False
     """Of a whole model in full precision: nothing is cast for now."""
 
@@ -111,7 +111,7 @@ def _reduce_ex(self: Any, protocol: Any) -> Any:
     make, args, *rest = plain.__reduce_ex__(min(protocol, 1))  # newer forms insist on the pickled object's own class
     if not self._preamp_casting.stays:
         return make, args, *rest
-    return _unpickled, (replace(self._preamp_casting, around=None), make, args), *rest
+    return _unpickled, (replace(self._preamp_casting, around=None, full=None), make, args), *rest
 
 
 def _unpickled(casting: Casting, make: Callable[..., nn.Module], args: tuple[Any, ...]) -> nn.Module:
@@ -127,13 +127,20 @@ def _prepare_scriptable(self: Any) -> Any:
 
 
 _NO_COPY = (
-    "a model by its source and shares its weights: the casts of an open session would be lost, and the weights are "
-    "float32 only in full precision. Write: with session.full_precision(): copied = copy.deepcopy(model)"
+    "a model by its source and shares its weights: the casts of an open session would be lost. Give it a copy, which "
+    "is a plain float32 model. Write: copied = copy.deepcopy(model)"
 )
 
 
 def _deepcopy(self: Any, memo: dict[int, Any]) -> Any:
-    """A copy that casts like this module, and belongs to no session; a plain one in full precision."""
+    """A copy that belongs to no session: of a whole model with 16-bit weights a plain one with what is stored for them.
+
+    Averages and teachers are such copies, and changes as small as theirs are lost in 16 bits.
+    """
+    if self._preamp_casting.full is not None:
+        with self._preamp_casting.full(self):
+            if self._preamp_casting.full is None:
+                return _deepcopy(self, memo)
     casting = self._preamp_casting
     kind = self._preamp_original if casting in (NOTHING, BYPASSED) else type(self)
     own = getattr(self._preamp_original, "__deepcopy__", None)
@@ -146,19 +153,8 @@ def _deepcopy(self: Any, memo: dict[int, Any]) -> Any:
         clone.__dict__.update(copy.deepcopy(self.__dict__, memo))
     clone.__dict__.pop("_preamp_casting", None)
     if kind is type(self):
-        clone.__dict__["_preamp_casting"] = replace(casting, copied=True)
+        clone.__dict__["_preamp_casting"] = casting
     return clone
-
-
-def _apply(self: Any, function: Any, recurse: bool = True) -> Any:
-    """As torch's, which `.float()` calls: a copy that has no 16-bit weights any more does not cast."""
-    self._preamp_original._apply(self, function, recurse)
-    whole = self._preamp_casting.copied and self._preamp_casting.computes is not None
-    if whole and not any(p.dtype in LOW_DTYPES for p in self.parameters()):
-        for module in self.modules():
-            if isinstance(module, CastingModule):
-                module._preamp_casting = BYPASSED
-    return self
 
 
 def _widened(tensor: Tensor) -> Tensor:
@@ -237,7 +233,7 @@ def _tell_foreign_region(wanted: torch.dtype, device_type: str, module: nn.Modul
 
 _SUBCLASSES = Subclasses(
     CastingModule, "_preamp_original", forward=_forward, __reduce_ex__=_reduce_ex,
-    __deepcopy__=_deepcopy, __prepare_scriptable__=_prepare_scriptable, _apply=_apply,
+    __deepcopy__=_deepcopy, __prepare_scriptable__=_prepare_scriptable,
 )  # fmt: skip
 casting_class = _SUBCLASSES.of
 """The class of `original`s that cast."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from contextlib import AbstractContextManager, nullcontext
 
 from torch import nn
 
@@ -22,3 +23,9 @@ def sessions_of(*models: nn.Module) -> list[Session]:
     """The open sessions that models, or parts of them, were prepared for."""
     found = dict.fromkeys(_SESSIONS[each]() for model in models for each in model.modules() if each in _SESSIONS)
     return [session for session in found if session is not None and not session._closed]
+
+
+def full_of(model: nn.Module) -> AbstractContextManager[None]:
+    """Full precision of the session that has a model's masters, in which it is copied."""
+    known = next((each for each in sessions_of(model) if each.policy.masters), None)
+    return nullcontext() if known is None else known.full_precision(values_only=True)
