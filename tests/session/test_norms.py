@@ -123,13 +123,12 @@ def test_low_norms_are_low_if_the_policy_says_so() -> None:
 
 
 def test_layers_of_keras_are_refused_before_anything_is_changed() -> None:
-    """Their variables hold parameters of torch, and they cast by a policy of their own."""
-    kind = type(
-        "BatchNormalization", (nn.Module,), {"__module__": "keras.src.layers.normalization.batch_normalization"}
-    )
+    """On torch they are modules that hold a ParameterDict, and none of their norms is recognised."""
+    kind = type("BatchNormalization", (nn.Module,), {"__module__": "keras.src.layers.normalization"})
     model = nn.Sequential(nn.Linear(4, 4), kind())
+    model[1]._torch_params = nn.ParameterDict({"gamma": torch.ones(4), "beta": torch.zeros(4)})
     for level in ("O2", "O3", "O5"):
-        with pytest.raises(SessionError, match=r"1 is a layer of Keras.*mixed_bfloat16"):
+        with pytest.raises(SessionError, match=r"1 is a layer of Keras.*take level='O1' or 'O4'"):
             preamp.prepare(model, None, level=level)
         assert model[0].weight.dtype is torch.float32
     for level in ("O0", "O1", "O4"):

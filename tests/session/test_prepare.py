@@ -57,6 +57,23 @@ def test_a_model_without_parameters_and_a_session_without_an_optimizer() -> None
         assert torch.allclose(model(x), expected, atol=0.05)
 
 
+@pytest.mark.parametrize("level", ["O2", "O5"])
+@pytest.mark.parametrize("frozen", ["all", "last layer"])
+def test_frozen_parameters_in_a_session_without_an_optimizer(level: str, frozen: str) -> None:
+    model = mlp().eval()
+    x = torch.randn(4, 6)
+    expected = model(x)
+    (model if frozen == "all" else model[-1]).requires_grad_(False)
+    with preamp.prepare(model, None, level=level) as session:
+        assert model[-1].weight.dtype is session.policy.params
+        with session.autocast():
+            out = model(x)
+        assert torch.allclose(out.float(), expected, atol=0.05)
+        if frozen == "last layer":
+            with pytest.raises(SessionError, match="prepared without an optimizer"):
+                out.sum().backward()
+
+
 def test_lazy_parameters_are_asked_for_first() -> None:
     model = nn.Sequential(nn.LazyLinear(3))
     with pytest.raises((PolicyError, SessionError), match=r"batch through the model|lazy"):

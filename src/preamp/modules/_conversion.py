@@ -20,7 +20,7 @@ from ..ledger import Masters, NoMasters, set_data
 from ..policy import Policy
 from ..sharding import gathered_as, reshard
 from ._casting import BYPASSED, NOTHING, Casting, CastingModule, casting_class, uncast
-from ._norms import NORMS, is_norm, mixes, refuse_keras, refuse_scripted
+from ._norms import NORMS, is_norm, mixes, refuse_unfit
 from ._owned import check_free, disown, own
 from ._precisions import precisions_of, unwrapped
 
@@ -56,8 +56,7 @@ class Conversion:
             if isinstance(module, CastingModule):  # a copy, or one whose session was lost: as it was before
                 uncast(module)
             if policy.params in LOW_DTYPES:
-                refuse_keras(path, module)
-                refuse_scripted(path, module)
+                refuse_unfit(path, module)
         self._gathered = gathered_as(root)
         self._changed: dict[CastingModule, Casting] = {}
         self._buffers: list[_Buffer] = []

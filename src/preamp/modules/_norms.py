@@ -38,23 +38,18 @@ def is_norm(module: nn.Module) -> bool:
     return any(map(_SURELY.search, names)) or (for_channels and any(map(_MAYBE.search, names)))
 
 
-def refuse_keras(path: str, module: nn.Module) -> None:
-    """`SessionError` for a layer of Keras, which casts by a policy of its own and keeps statistics in its variables."""
-    kind = next((k for k in type(module).__mro__ if k.__module__.partition(".")[0] in ("keras", "tf_keras")), None)
-    if kind is not None:
-        raise SessionError(
-            f"{path or 'the model'} is a layer of Keras ({type(module).__name__}), which casts by a policy of its own: "
-            "16-bit parameters would reach its norms and their statistics, and most of it would compute in float32. "
-            "Write keras.config.set_dtype_policy('mixed_bfloat16') before the model is made, or take level='O1' or 'O4'"
-        )
-
-
-def refuse_scripted(path: str, module: nn.Module) -> None:
-    """`SessionError` for a module of TorchScript, whose dtypes are compiled in."""
+def refuse_unfit(path: str, module: nn.Module) -> None:
+    """`SessionError` for a module whose parameters cannot become 16-bit: one of TorchScript, or of Keras."""
     if isinstance(module, torch.jit.ScriptModule):
         raise SessionError(
             f"{path or 'the model'} is scripted or traced by torch.jit, and its code has no place for casts: prepare() "
             "the module that it was made from, or take level='O1' or 'O4', which leave modules as they are"
+        )
+    if any(kind.__module__.partition(".")[0] == "keras" for kind in type(module).__mro__):
+        raise SessionError(
+            f"{path or 'the model'} is a layer of Keras ({type(module).__name__}), which has all its parameters in a "
+            "dict, and those of norms would be rounded to 16 bits like the rest: take level='O1' or 'O4', which leave "
+            "parameters float32"
         )
 
 

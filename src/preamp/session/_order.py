@@ -54,7 +54,7 @@ class CallOrder:
             some = self._seen[optimizer] = _some(p for p in parameters_of(optimizer) if p.is_leaf and p.requires_grad)
             self._look_at(some, CallOrder._gradient_came, optimizer)
         if not self._optimizers:
-            self._look_at(_some(masters), CallOrder._nobody_steps)
+            self._look_at(_some(p for p in masters if p.requires_grad), CallOrder._nobody_steps)
 
     def _look_at(self, parameters: list[Parameter], method: Callable[..., None], *args: Any) -> None:
         came = weakly(method, self, *args)
