@@ -76,7 +76,7 @@ def _commits(rows: Sequence[Mapping[str, Any]]) -> str:
     """At which commits rows were measured: a later one may have measured some anew."""
     found = dict.fromkeys(row[MEASURED_ON]["commit"] for row in rows)
     if len(found) == 1:
-        return next(iter(found))
+        return str(next(iter(found)))
     own = {each: [row["name"] for row in rows if row[MEASURED_ON]["commit"] == each] for each in found}
     return "; ".join(f"{each} ({', '.join(names)})" for each, names in own.items())
 
