@@ -92,6 +92,7 @@ _MODULE_OF = {
 
 
 _OF_APEX = {
+    "amp": "from preamp.compat.apex import amp",
     "initialize": "preamp.prepare(model, optimizer, level=...)",
     "scale_loss": "session.backward(loss)",
     "master_params": "session.clip_grad_norm_(...)",
@@ -100,17 +101,14 @@ _OF_APEX = {
 
 
 def __getattr__(name: str) -> Any:
-    if name == "amp":  # an AttributeError's words are lost in `from preamp import amp`
-        raise ImportError("preamp has no amp: write from preamp.compat.apex import amp, or preamp.prepare(...)")
     if name in _OF_APEX:
         raise AttributeError(
             f"module {__name__!r} has no attribute {name!r}, which is Apex's: write {_OF_APEX[name]}, or keep Apex's "
             "calls and begin with preamp.install_as_apex()"
         )
     if name[:1].isupper() and name not in _MODULE_OF:
-        optim = vars(_import_module(".optim", __name__))
-        ours = next((f": write preamp.optim.{each}" for each in (name, name[5:]) if each in optim), "")
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}{ours}")
+        instead = _import_module(".optim", __name__).instead_of(name)
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}{instead}")
     if name.startswith("_"):
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     if name in _MODULE_OF:

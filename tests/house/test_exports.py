@@ -49,10 +49,25 @@ def test_an_unknown_name_is_an_attribute_error() -> None:
     ("line", "error", "hint"),
     [
         ("preamp.initialize", AttributeError, "write preamp.prepare"),
+        ("preamp.amp", AttributeError, "write from preamp.compat.apex import amp"),
         ("from preamp import amp", ImportError, "write from preamp.compat.apex import amp"),
+        ("import preamp.amp", ImportError, "write from preamp.compat.apex import amp"),
         ("preamp.FusedAdam", AttributeError, "write preamp.optim.Adam$"),
         ("preamp.LAMB", AttributeError, "write preamp.optim.LAMB$"),
+        ("preamp.RMSprop", AttributeError, "write torch.optim.RMSprop"),
         ("preamp.Nothing", AttributeError, "has no attribute 'Nothing'$"),
+        ("preamp.optim.RMSprop", AttributeError, "write torch.optim.RMSprop, which preamp.prepare takes too$"),
+        ("preamp.optim.AdamW8bit", AttributeError, 'write preamp.optim.AdamW\\(..., states="8bit"\\)$'),
+        ("preamp.optim.FusedLAMB", AttributeError, "write preamp.optim.LAMB$"),
+        ("preamp.optim.nothing", AttributeError, "has no attribute 'nothing'$"),
+        *(
+            (
+                f"preamp.checkpoint.{name}({{'model': 1}}, 'x.pt', optimizer=1)",
+                preamp.PreampError,
+                "pathlib.Path, first and what belongs there by name",
+            )
+            for name in ("save", "save_async", "load", "save_sharded", "save_sharded_async", "load_sharded")
+        ),
         ("preamp.SessionScaler()", preamp.PreampError, "takes what preamp.prepare.model, optimizer. returns"),
         ("preamp.policy('O2 scale=128')", preamp.PreampError, "write 'O2,scale=128'"),
     ],
@@ -62,6 +77,11 @@ def test_what_is_written_by_mistake_is_answered_with_what_to_write(
 ) -> None:
     with pytest.raises(error, match=hint):
         exec(line, {"preamp": preamp})
+
+
+def test_whoever_asks_for_apexs_names_is_told_no_and_nothing_else() -> None:
+    assert not any(hasattr(preamp, name) for name in ("amp", "initialize", "FusedAdam", "RMSprop"))
+    assert not hasattr(preamp.optim, "RMSprop") and not hasattr(preamp.doctor, "amp")
 
 
 LEAN = """

@@ -15,7 +15,7 @@ import preamp
 SOURCE = Path(__file__).resolve().parents[2] / "src" / "preamp"
 
 FLOOR = {
-    "_version": 0, "compiling": 0, "errors": 0, "formats": 0, "tree": 0,
+    "_version": 0, "amp": 0, "compiling": 0, "errors": 0, "formats": 0, "tree": 0,
     "rules": 1, "report": 1,
     "policy": 1.5,  # made of rules, so half a floor above them
     "sharding": 1, "frameworks": 1, "machine": 1,
@@ -102,7 +102,7 @@ def test_the_table_of_rooms_is_the_house() -> None:
 def test_rooms_keep_their_budgets() -> None:
     lines, most = lines_by_room(SOURCE), budgets()
     named = [each for rooms in most for each in rooms]
-    assert {*named, "machine", "__main__", "_version", ""} == set(lines) and len(named) == len(set(named))
+    assert {*named, "machine", "amp", "__main__", "_version", ""} == set(lines) and len(named) == len(set(named))
     over = {rooms: sum(sum(lines[each]) for each in rooms) - limit for rooms, limit in most.items()}
     assert {rooms: more for rooms, more in over.items() if more > 0} == {}, "lines over the budgets in CONTRIBUTING.md"
 

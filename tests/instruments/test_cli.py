@@ -18,10 +18,11 @@ from typer.testing import CliRunner
 import preamp
 from preamp.cli import main
 from preamp.cli._app import FIRST, app, show
+from preamp.cli._doctor import _show_finding
 from preamp.cli._tables import levels_table
 from preamp.doctor.findings import codes
 from preamp.machine import device_named
-from preamp.report import Column, Table
+from preamp.report import Column, Finding, Table
 from preamp.rules import TABLE
 
 runner = CliRunner()
@@ -155,6 +156,20 @@ def test_lr_find_writes_report_and_data(tmp_path: Path) -> None:
     data = json.loads((tmp_path / "lr.json").read_text())
     assert data["level"] == "O4" and len(data["curve"]["lrs"]) + data["curve"]["skipped"] <= 12
     assert "report:" in out
+
+
+def test_what_a_finding_saw_keeps_its_indent_on_a_terminal() -> None:
+    pasted = "x = " + " + ".join(["value"] * 30)
+    finding = Finding("PA205", "warning", "near the top", evidence={f"value {i}": 2**i for i in range(20)}, fix=pasted)
+    for on_terminal in (True, False):
+        shown = Console(file=io.StringIO(), width=80, force_terminal=on_terminal, color_system=None)
+        _show_finding(shown, finding)
+        _, seen, *more = shown.file.getvalue().rstrip().splitlines()  # type: ignore[attr-defined]
+        assert seen.startswith("  seen:  value 0 1")
+        *rest, head, fix = more
+        assert head == "  fix:" and fix == f"    {pasted}"
+        assert bool(rest) == on_terminal
+        assert all(len(line) <= 80 and line[:9].isspace() and not line[9].isspace() for line in rest)
 
 
 def test_a_table_on_a_terminal() -> None:

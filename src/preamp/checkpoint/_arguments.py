@@ -26,7 +26,8 @@ def check_path(path: Any) -> None:
     named = os.fspath(path) if isinstance(path, os.PathLike) else path
     if not isinstance(named, str) or "\0" in named:
         raise CheckpointError(
-            f"{path!r:.60} is no path of a file or folder: write a string without zero bytes, or a pathlib.Path"
+            f"{path!r:.60} is no path of a file or folder: write a string without zero bytes, or a pathlib.Path, first "
+            "and what belongs there by name, as in preamp.checkpoint.save(path, model=model, optimizer=optimizer)"
         )
 
 

@@ -19,7 +19,7 @@ from ._save import finish
 
 
 def load(
-    path: AnyPath, *, model: Models | None = None, optimizer: Optimizers | None = None, session: Session | None = None,
+    path: AnyPath, model: Models | None = None, *, optimizer: Optimizers | None = None, session: Session | None = None,
     **extra: Any,
 ) -> dict[str, Any]:  # fmt: skip
     """Read a checkpoint, load what is named into the objects given, and return the whole content, on the CPU.

@@ -18,7 +18,7 @@ from ._masters import BITS, Beside, InFloat32, in_full
 
 
 def save(
-    path: AnyPath, *, model: Models, optimizer: Optimizers | None = None, session: Session | None = None, **extra: Any
+    path: AnyPath, model: Models, *, optimizer: Optimizers | None = None, session: Session | None = None, **extra: Any
 ) -> None:
     """Write a checkpoint, atomically: the file is complete, or it is the one that was there before.
 
@@ -38,7 +38,7 @@ def save(
 
 
 def save_async(
-    path: AnyPath, *, model: Models, optimizer: Optimizers | None = None, session: Session | None = None, **extra: Any
+    path: AnyPath, model: Models, *, optimizer: Optimizers | None = None, session: Session | None = None, **extra: Any
 ) -> Future[None]:
     """As `save`, but only copies the states before it returns; a thread writes them while training goes on.
 

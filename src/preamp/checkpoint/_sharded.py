@@ -41,7 +41,7 @@ _GENERATION = re.compile(r"preamp-(\d{8,})")
 _UNWRITTEN = "the checkpoint was not written, and the one before it is as it was"
 
 
-def save_sharded(folder: AnyPath, *, model: nn.Module, optimizer: Optimizer, session: Session | None = None) -> None:
+def save_sharded(folder: AnyPath, model: nn.Module, *, optimizer: Optimizer, session: Session | None = None) -> None:
     """Write model, optimizer and session, each rank its own part. All ranks call it, with a folder they share.
 
     For FSDP2 and tensor parallelism; also where every rank has everything, and on one process. Of 16-bit
@@ -57,7 +57,7 @@ def save_sharded(folder: AnyPath, *, model: nn.Module, optimizer: Optimizer, ses
 
 
 def save_sharded_async(
-    folder: AnyPath, *, model: nn.Module, optimizer: Optimizer, session: Session | None = None
+    folder: AnyPath, model: nn.Module, *, optimizer: Optimizer, session: Session | None = None
 ) -> Future[None]:
     """As `save_sharded`, written by a thread of each rank while training goes on; returns when the shards are copied.
 
@@ -134,7 +134,7 @@ def _saving(
     return save
 
 
-def load_sharded(folder: AnyPath, *, model: nn.Module, optimizer: Optimizer, session: Session | None = None) -> None:
+def load_sharded(folder: AnyPath, model: nn.Module, *, optimizer: Optimizer, session: Session | None = None) -> None:
     """Read what `save_sharded` wrote, on any number of ranks: every one gets the shards that it has now, bit for bit.
 
     All ranks call it, after `fully_shard`, the optimizer and `prepare`. All or nothing, for which the shards are held
@@ -156,9 +156,7 @@ def load_sharded(folder: AnyPath, *, model: nn.Module, optimizer: Optimizer, ses
         _beside(model, optimizer, session)
         latest = _latest(source)
         if latest is None:
-            raise CheckpointError(
-                f"{source} holds no checkpoint of preamp.checkpoint.save_sharded: it has no {LATEST!r}"
-            )
+            raise CheckpointError(f"{source} holds no checkpoint of checkpoint.save_sharded: it has no {LATEST!r}")
         if session is not None and latest["amp"] is None:
             raise CheckpointError(f"{source} was saved without a session")
         return latest

@@ -96,8 +96,7 @@ def demo(
     plan = make_plan(model, levels, size, quick, seeds, device)
     results = run(plan, console, lambda so_far: write(so_far, out))
     for task in plan.tasks:
-        table = task_table(results, task)
-        if table.rows:
+        if (table := task_table(results, task)).rows:
             show(table, console)
     html, data, report = write(results, out)
     if any(judge(results, task) for task in plan.tasks) or results.interrupted:

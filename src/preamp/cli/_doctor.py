@@ -5,6 +5,7 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
+from textwrap import fill
 from typing import Any
 
 from rich.console import Console
@@ -105,6 +106,8 @@ def _show_finding(console: Console, finding: Finding) -> None:
     first, *rest = finding.to_text().splitlines()
     _say(console, first, _COLOURS[finding.severity])
     for text in rest:
+        if console.is_terminal and text.startswith(("  where:", "  seen:")):  # a fix is to be pasted as it stands
+            text = fill(text, console.width, subsequent_indent=" " * 9, break_on_hyphens=False)
         _say(console, text, wrap=False)
     console.print()
 
@@ -116,8 +119,7 @@ def _write(
     try:
         page = write(report, content, out, name, json_file)
     except OSError as error:
-        message = f"the report was not written: {error.strerror or error} ({error.filename or 'no file'})"
-        _say(console, message, "bold red", wrap=False)
+        _say(console, f"no report: {error.strerror or error} ({error.filename or 'no file'})", "bold red", wrap=False)
         return status or 1
     _say(console, f"report: {page}", wrap=False)
     return status

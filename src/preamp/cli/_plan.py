@@ -37,8 +37,7 @@ def optimizer_from(text: str) -> Callable[[Iterable[Parameter]], Optimizer]:
 
 
 def _is_optimizer(kind: Any) -> bool:
-    plain = isinstance(kind, type) and issubclass(kind, Optimizer)
-    return plain and kind not in (Optimizer, optim.FusedOptimizer)
+    return isinstance(kind, type) and issubclass(kind, Optimizer) and kind not in (Optimizer, optim.FusedOptimizer)
 
 
 def _value(text: str) -> Any:

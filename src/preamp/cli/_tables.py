@@ -39,7 +39,7 @@ def rules_table(policy: str) -> Table:
 def environment_table() -> Table:
     """The machine and the versions."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    auto, why = auto_level(device.type)
-    found = {**environment(device), "16 bits on the CPU": cpu_arithmetic(), "auto level": f"{auto}: {why}"}
+    auto = ": ".join(auto_level(device.type))
+    found = {**environment(device), "16 bits on the CPU": cpu_arithmetic(), "auto level": auto}
     rows = [(name, str(value) if isinstance(value, bool) else value) for name, value in found.items()]
     return Table("Environment", ("what", "value"), rows)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from math import prod
 from typing import Any
 
 import torch
@@ -38,14 +39,9 @@ def _is_cut_between_blocks(param: Any) -> bool:
 
 def _cuts_of_rows(param: Any) -> int:
     """Into how many parts rows are cut; 0 where it is along other dimensions."""
-    cuts = 1
-    for size, placed in zip(param.device_mesh.shape, param.placements, strict=True):
-        if placed.is_replicate() or placed.dim == 0:
-            continue
-        if (placed.dim, param.dim()) != (1, 2):
-            return 0
-        cuts *= size
-    return cuts
+    placed = zip(param.device_mesh.shape, param.placements, strict=True)
+    cuts = [(size, each.dim) for size, each in placed if not (each.is_replicate() or each.dim == 0)]
+    return prod(size for size, _ in cuts) if all((dim, param.dim()) == (1, 2) for _, dim in cuts) else 0
 
 
 def is_8bit(states: Mapping[str, Any]) -> bool:

@@ -94,12 +94,9 @@ class Loading(Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """As torch's, with float32 masters under "master"; every parameter has a step count of its own."""
         packed = super().state_dict()
-        packed["state"] = {
-            key: {n: v.clone() if n == "step" and isinstance(v, Tensor) else v for n, v in state.items()}
-            if isinstance(state, dict)
-            else state
-            for key, state in packed["state"].items()
-        }
+        for key, state in (own := packed["state"]).items():
+            if isinstance(state, dict):
+                own[key] = {n: v.clone() if n == "step" and isinstance(v, Tensor) else v for n, v in state.items()}
         return packed
 
     def check_options(self, group: dict[str, Any]) -> None:
@@ -114,9 +111,7 @@ class Loading(Optimizer):
                 raise OptimizerError(f"{name}={value!r}: write True or False")
 
     def check_loadable(self, state_dict: dict[str, Any]) -> None:
-        """`OptimizerError` for a state_dict that holds states of other shapes than the parameters', or options that
-        this optimizer has not.
-        """
+        """`OptimizerError` for states of other shapes than the parameters', or options that this optimizer has not."""
         self._check_states(self._completed(state_dict))
 
     def _completed(self, state_dict: dict[str, Any]) -> dict[str, Any]:
@@ -152,10 +147,8 @@ class Loading(Optimizer):
                 if saved.get(name) is None and not (coded and name in NAMES):
                     continue
                 value: Any = saved.get(name)
-                number_like = isinstance(value, Tensor) and (
-                    value.is_floating_point() or name in (*NAMES, "master_bits")
-                )
-                if not number_like or not self._has_form(name, held_here(value), param):
+                numbers = isinstance(value, Tensor) and (value.is_floating_point() or name in (*NAMES, "master_bits"))
+                if not numbers or not self._has_form(name, held_here(value), param):
                     raise OptimizerError(
                         f"the state {name!r} for a parameter of shape {tuple(param.shape)} is {_seen(value)}, which is "
                         "none of this parameter. Was the order of layers changed since it was saved? Give the "
@@ -214,9 +207,7 @@ class Loading(Optimizer):
         states = dict(state_dict["state"])
         for param, number in self._saved(state_dict):
             if param in low and number in states:
-                states[number] = {
-                    name: _Kept(value) if isinstance(value, Tensor) else value for name, value in states[number].items()
-                }
+                states[number] = {n: _Kept(v) if isinstance(v, Tensor) else v for n, v in states[number].items()}
         return {**state_dict, "state": states}
 
     def _saved(self, state_dict: dict[str, Any]) -> Iterator[tuple[Parameter, Any]]:
@@ -275,9 +266,7 @@ def check_number(name: str, value: Any, *, low: float = 0.0, high: float = _INFI
     is_number = not isinstance(value, bool) and isinstance(value, Integral if whole else Real)
     number = float(value) if is_tensor or is_number else float("nan")
     if not low <= number < high:
-        raise OptimizerError(
-            f"{name}={value!r}: write a {'whole ' if whole else ''}number that lies in [{low:g}, {high:g})"
-        )
+        raise OptimizerError(f"{name}={value!r}: write a {'whole ' * whole}number that lies in [{low:g}, {high:g})")
 
 
 def check_several(name: str, values: Any, count: int) -> tuple[Any, ...]:
