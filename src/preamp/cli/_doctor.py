@@ -104,11 +104,11 @@ def _show(console: Console, title: str, report: Report) -> None:
 
 def _show_finding(console: Console, finding: Finding) -> None:
     first, *rest = finding.to_text().splitlines()
-    _say(console, first, _COLOURS[finding.severity])
-    for text in rest:
-        if console.is_terminal and text.startswith(("  where:", "  seen:")):  # a fix is to be pasted as it stands
+    for text in (first, *rest):
+        style = _COLOURS[finding.severity] if text is first else None
+        if console.is_terminal and (style or text.startswith(("  where:", "  seen:"))):  # a fix is pasted as it stands
             text = fill(text, console.width, subsequent_indent=" " * 9, break_on_hyphens=False)
-        _say(console, text, wrap=False)
+        _say(console, text, style, wrap=False)
     console.print()
 
 
