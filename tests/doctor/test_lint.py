@@ -149,6 +149,8 @@ def test_constants_beyond_fp16_are_found(then, severity):
         lambda self, x: torch.where(x > 0, x, -1e4),
         lambda self, x: x.clamp(max=1e4),
         lambda self, x: x + (1.0 - (x > 0).float()) * -1e9,
+        lambda self, x: x.float().square().sum().mul(1e9).half(),  # a loss, which no one wrote down
+        lambda self, x: x * (x.float().square().sum() * 1e9),
     ],
 )
 def test_constants_that_do_no_harm_are_not_found(then):

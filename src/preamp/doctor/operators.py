@@ -65,12 +65,12 @@ class Call:
 
     @property
     def numbers(self) -> list[float]:
-        """Numbers among the arguments, also those in a tensor of the CPU's without dimensions."""
+        """Numbers among the arguments, also tensors of the CPU's without dimensions beside others; no loss is one."""
         given = (*self.args, *self.kwargs.values())
-        scalars = [
-            each.item() if isinstance(each, Tensor) and each.is_cpu and not each.dim() else each for each in given
-        ]
-        return [float(each) for each in scalars if type(each) in (int, float)]
+        if any(tensor.dim() for tensor in self.given):
+            alone = (each for each in given if isinstance(each, Tensor) and each.is_cpu and not each.dim())
+            given += tuple(each.item() for each in alone if not each.requires_grad)
+        return [float(each) for each in given if type(each) in (int, float)]
 
 
 def tensors_of(values: Iterable[Any]) -> Iterator[Tensor]:
