@@ -6,6 +6,7 @@ import copy
 import gc
 import inspect
 import pickle
+import threading
 import weakref
 from typing import Any, Generic, TypeVar
 
@@ -295,6 +296,38 @@ def test_copies_are_plain_float32_models_with_the_masters_values(level: str) -> 
         assert torch.equal(mine, copied) and torch.equal(mine, theirs)
     first, last = (next(iter(each.parameters())) for each in (made[0], made[-1]))
     assert not torch.equal(first, last) and all(p.grad is None for each in made for p in each.parameters())
+
+
+@pytest.mark.parametrize("level", ["O2", "O5"])
+def test_another_thread_may_copy_a_model_while_it_trains(level: str) -> None:
+    def trained(copying: bool) -> tuple[list[Tensor], list[nn.Module]]:
+        model, made, done = mlp(), [], threading.Event()
+
+        def copy_on() -> None:
+            while not done.is_set():
+                made.append(copy.deepcopy(model))
+                del made[:-3]
+
+        thread = threading.Thread(target=copy_on)
+        with preamp.prepare(model, torch.optim.SGD(model.parameters(), 1e-2), level=level) as session:
+            if copying:
+                thread.start()
+            try:
+                for step in range(60):
+                    x, y = batch(step % 4)
+                    with session.autocast():
+                        loss = F.cross_entropy(model(x).float(), y)
+                    session.backward(loss)
+                    session.step()
+                    session.zero_grad()
+            finally:
+                done.set()
+                thread.join() if copying else None
+        return [p.detach() for p in model.parameters()], made
+
+    (mine, made), (alone, _) = trained(copying=True), trained(copying=False)
+    assert made and all(p.dtype is torch.float32 for each in made for p in each.parameters())
+    assert all(map(torch.equal, mine, alone))
 
 
 @pytest.mark.parametrize("level", ["O2", "O5"])

@@ -331,6 +331,15 @@ class Masters:
         self.compare()
         return {parameter: self._saved(parameter, leaf) for parameter, leaf in self._leaves.items()}
 
+    def copies(self, parameters: Iterable[Parameter]) -> dict[Parameter, Tensor]:
+        """Float32 values in new memory: masters where they round to what a parameter has, which may be written now."""
+        found = {}
+        for parameter in self.among(parameters):
+            low = parameter.detach()
+            wide = low if low.dtype is torch.float32 else self._in_float32(parameter, self._leaves[parameter])
+            found[parameter] = torch.where(wide.to(low.dtype) == low, wide, low.float()).detach()
+        return found
+
     def _saved(self, parameter: Parameter, leaf: Leaf) -> Kept:
         return leaf.stored
 

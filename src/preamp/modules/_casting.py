@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
@@ -46,8 +46,8 @@ class Casting:
     """The dtype of a region that a whole model enters where there is none, since float32 buffers meet its weights."""
     around: Callable[[], Any] | None = None
     """Makes a context for each call of a whole model."""
-    full: Callable[[nn.Module], Any] | None = None
-    """Makes a context in which a whole model with masters is a plain float32 one, as its copies are."""
+    copies: Callable[[nn.Module], Mapping[Any, Tensor] | None] | None = None
+    """Gives copies of the masters of a whole model, which a copy of it has for weights; None without its session."""
 
     wide_weights: bool = False
     """A batch norm computes with its weights in float32, as its statistics are: FSDP2 has given it 16-bit ones."""
@@ -111,7 +111,7 @@ def _reduce_ex(self: Any, protocol: Any) -> Any:
     make, args, *rest = plain.__reduce_ex__(min(protocol, 1))  # newer forms insist on the pickled object's own class
     if not self._preamp_casting.stays:
         return make, args, *rest
-    return _unpickled, (replace(self._preamp_casting, around=None, full=None), make, args), *rest
+    return _unpickled, (replace(self._preamp_casting, around=None, copies=None), make, args), *rest
 
 
 def _unpickled(casting: Casting, make: Callable[..., nn.Module], args: tuple[Any, ...]) -> nn.Module:
@@ -132,17 +132,28 @@ _NO_COPY = (
 )
 
 
-def _deepcopy(self: Any, memo: dict[int, Any]) -> Any:
+_PLAIN = "preamp: a plain copy"
+
+
+def _deepcopy(self: Any, memo: dict[Any, Any]) -> Any:
     """A copy that belongs to no session: of a whole model with 16-bit weights a plain one with what is stored for them.
 
-    Averages and teachers are such copies, and changes as small as theirs are lost in 16 bits.
+    Averages and teachers are such copies, and changes as small as theirs are lost in 16 bits. The model is only read:
+    another thread may copy it while it trains.
     """
-    if self._preamp_casting.full is not None:
-        with self._preamp_casting.full(self):
-            if self._preamp_casting.full is None:
-                return _deepcopy(self, memo)
-    casting = self._preamp_casting
-    kind = self._preamp_original if casting in (NOTHING, BYPASSED) else type(self)
+    casting, plain = self._preamp_casting, _PLAIN in memo
+    masters = None if plain or casting.copies is None else casting.copies(self)
+    if masters is not None:
+        for each in (*self.parameters(), *self.buffers()):
+            if each in masters or each.dtype in LOW_DTYPES:
+                wide = masters[each] if each in masters else each.detach().float()
+                memo[id(each)] = nn.Parameter(wide, each.requires_grad) if isinstance(each, nn.Parameter) else wide
+        memo[_PLAIN] = True  # until this one is copied
+        try:
+            return _deepcopy(self, memo)
+        finally:
+            del memo[_PLAIN]
+    kind = self._preamp_original if plain or casting in (NOTHING, BYPASSED) else type(self)
     own = getattr(self._preamp_original, "__deepcopy__", None)
     if own is not None:
         clone = own(self, memo)

@@ -35,17 +35,18 @@ class Conversion:
     """A model brought under a policy; `undo()` brings its modules and buffers back (`keeper` its parameters).
 
     `model`: its floating parameters in float32, or already in the policy's dtype. `prefix` goes before names ("gen:"),
-    to distinguish several models. `around` makes a context for each call of a model with 16-bit parameters, `full` one
-    in which it is copied. `stepped`: the parameters that optimizers step; others are left as they are, and cast at use
-    (None: all are brought under the policy, for inference). If the policy does not fit the model, nothing is changed.
+    to distinguish several models. `around` makes a context for each call of a model with 16-bit parameters, `copies`
+    gives what a copy of it has for weights. `stepped`: the parameters that optimizers step; others are left as they
+    are, and cast at use (None: all are brought under the policy, for inference). If the policy does not fit the model,
+    nothing is changed.
     """
 
     def __init__(
         self, model: nn.Module, policy: Policy, keeper: Masters, prefix: str = "",
         around: Callable[[], Any] | None = None, stepped: Collection[nn.Parameter] | None = None,
-        full: Callable[[nn.Module], Any] | None = None,
+        copies: Callable[[nn.Module], Any] | None = None,
     ) -> None:  # fmt: skip
-        self._policy, self._keeper, self._prefix, self._around, self._full = policy, keeper, prefix, around, full
+        self._policy, self._keeper, self._prefix, self._around, self._copies = policy, keeper, prefix, around, copies
         self._left: dict[nn.Parameter, tuple[str, torch.dtype]] = {}
         """Parameters that no optimizer steps, with their names and the dtypes that the policy has for them."""
         self._low = NoMasters()
@@ -281,7 +282,7 @@ class Conversion:
                 ambient = low if wide else None
                 casting = replace(casting, inputs=inputs, computes=low, device_type=device_type, ambient=ambient)
             if low:
-                casting = replace(casting, around=self._around, full=self._full)
+                casting = replace(casting, around=self._around, copies=self._copies)
             if policy.output is not None:
                 casting = replace(casting, outputs=policy.output, outputs_as_inputs=False)
         return casting

@@ -24,7 +24,7 @@ from ..scaling import LOG, LossScale, loss_scale
 from ..sharding import flat_group, reshard
 from ._checks import named_parameters
 from ._losses import Losses, named_values
-from ._prepared import full_of, remember
+from ._prepared import copies_of, remember
 from ._released import check_release
 from ._session import Session
 from ._step import SKIPS
@@ -108,7 +108,9 @@ def prepare(
     around = widened if device_type == "cpu" and chosen.params in LOW_DTYPES else None
     try:
         for name, each in models.items():
-            conversions.append(Conversion(each, chosen, masters, f"{name}:" if name else "", around, stepped, full_of))
+            conversions.append(
+                Conversion(each, chosen, masters, f"{name}:" if name else "", around, stepped, copies_of)
+            )
         if chosen.params in LOW_DTYPES:
             lowered = {p for each in models.values() for p in each.parameters() if p.dtype in LOW_DTYPES}
             rebuild_reducers(lowered, models=models.values(), strict=True)

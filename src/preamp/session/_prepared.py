@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import weakref
-from contextlib import AbstractContextManager, nullcontext
 
-from torch import nn
+from torch import Tensor, nn
+from torch.nn import Parameter
 
 from ._session import Session
 
@@ -25,7 +25,7 @@ def sessions_of(*models: nn.Module) -> list[Session]:
     return [session for session in found if session is not None and not session._closed]
 
 
-def full_of(model: nn.Module) -> AbstractContextManager[None]:
-    """Full precision of the session that has a model's masters, in which it is copied."""
+def copies_of(model: nn.Module) -> dict[Parameter, Tensor] | None:
+    """The float32 values of a model's weights, in new memory; None if it has no masters."""
     known = next((each for each in sessions_of(model) if each.policy.masters), None)
-    return nullcontext() if known is None else known.full_precision(values_only=True)
+    return None if known is None else known._masters.copies(model.parameters())
