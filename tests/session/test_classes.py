@@ -298,6 +298,22 @@ def test_copies_are_plain_float32_models_with_the_masters_values(level: str) -> 
     assert not torch.equal(first, last) and all(p.grad is None for each in made for p in each.parameters())
 
 
+@pytest.mark.parametrize("master", ["split", "split24"])
+def test_copies_have_the_values_of_split_masters(master: str) -> None:
+    model = nn.Sequential(nn.Linear(64, 64), nn.LayerNorm(64), nn.Linear(64, 4))
+    optimizer = preamp.optim.AdamW(model.parameters(), lr=1e-3, master=master)
+    with preamp.prepare(model, optimizer, level="O5") as session:
+        for _ in range(3):
+            with session.autocast():
+                loss = model(torch.randn(4, 64)).float().square().mean()
+            session.backward(loss)
+            session.step()
+            session.zero_grad()
+        copied = copy.deepcopy(model)
+        with session.full_precision(values_only=True):
+            assert all(map(torch.equal, model.parameters(), copied.parameters()))
+
+
 @pytest.mark.parametrize("level", ["O2", "O5"])
 def test_another_thread_may_copy_a_model_while_it_trains(level: str) -> None:
     def trained(copying: bool) -> tuple[list[Tensor], list[nn.Module]]:

@@ -337,8 +337,11 @@ class Masters:
         for parameter in self.among(parameters):
             low = parameter.detach()
             wide = low if low.dtype is torch.float32 else self._in_float32(parameter, self._leaves[parameter])
-            found[parameter] = torch.where(wide.to(low.dtype) == low, wide, low.float()).detach()
+            found[parameter] = self._of_weight(wide, low)
         return found
+
+    def _of_weight(self, wide: Tensor, low: Tensor) -> Tensor:
+        return torch.where(wide.to(low.dtype) == low, wide, low.float()).detach()
 
     def _saved(self, parameter: Parameter, leaf: Leaf) -> Kept:
         return leaf.stored

@@ -67,6 +67,9 @@ class SplitMasters(Masters):
         """Join the master, in new memory."""
         return join(parameter.data, leaf.stored)
 
+    def _of_weight(self, wide: Tensor, low: Tensor) -> Tensor:
+        return wide.detach().clone()  # joined of the weight, which it does not round to where two are as near
+
     def _publish(self, parameters: Sequence[Parameter], lazily: bool) -> None:
         """Split the float32 data again."""
         for parameter in parameters:
