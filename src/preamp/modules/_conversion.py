@@ -153,9 +153,9 @@ class Conversion:
                 elif parameter.dtype in LOW_DTYPES:
                     raise PolicyError(
                         f"the parameter {name} is {name_of(parameter.dtype)} and the policy wants {name_of(dtype)}: "
-                        "prepare() casts by itself and needs the float32 model; remove .half() or .to(...) before it, "
-                        "or load it with from_pretrained(..., dtype=torch.float32). In a 16-bit model that is frozen "
-                        "but for some layers, make those float32: layer.float()"
+                        "prepare() casts by itself. Leave out .half() or .to(...) before it, load the model with "
+                        "from_pretrained(..., dtype=torch.float32), or make the layers that train float32: "
+                        "layer.float(). O2 takes fp16 parameters and O5 bf16 ones, not in norms, and gives them masters"
                     )
 
     def _check_gathered(self, name: str, parameter: nn.Parameter, wanted: torch.dtype) -> None:
