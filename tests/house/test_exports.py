@@ -58,6 +58,7 @@ def test_an_unknown_name_is_an_attribute_error() -> None:
         ("preamp.Nothing", AttributeError, "has no attribute 'Nothing'$"),
         ("preamp.optim.RMSprop", AttributeError, "write torch.optim.RMSprop, which preamp.prepare takes too$"),
         ("preamp.optim.AdamW8bit", AttributeError, 'write preamp.optim.AdamW\\(..., states="8bit"\\)$'),
+        ("preamp.optim.PagedAdamW8bit", AttributeError, 'write preamp.optim.AdamW\\(..., states="8bit"\\)$'),
         ("preamp.optim.FusedLAMB", AttributeError, "write preamp.optim.LAMB$"),
         ("preamp.optim.nothing", AttributeError, "has no attribute 'nothing'$"),
         *(

@@ -14,7 +14,7 @@ __all__ = ["LAMB", "SGD", "Adagrad", "Adam", "AdamW", "FusedOptimizer", "Lion", 
 
 def instead_of(name: str) -> str:
     """What to write for an optimizer that Apex, bitsandbytes or torch has under this name; "" if none is known."""
-    plain = name.removeprefix("Fused")
+    plain = name.removeprefix("Fused").removeprefix("Paged")
     if plain in ("Adam8bit", "AdamW8bit"):
         return f': write preamp.optim.{plain[:-4]}(..., states="8bit")'
     home = "preamp.optim" if plain in __all__ else "torch.optim" if hasattr(_torchs, plain) else None
