@@ -6,6 +6,7 @@ when a document is behind. Run as `python -m tools.docs ROOT`.
 
 from __future__ import annotations
 
+import itertools
 import re
 import sys
 from collections.abc import Callable
@@ -95,9 +96,14 @@ def formats(root: Path) -> str:
 
 
 def rules(root: Path) -> str:
-    """The table of operator rules."""
-    rows = [(row.category, row.family, " ".join(f"`{op}`" for op in row.ops), row.reason) for row in TABLE]
-    return Table("", ("runs", "family", "operators", "why"), rows).to_markdown()
+    """The operator rules, a table for each way to run."""
+    parts = []
+    for category, rows in itertools.groupby(TABLE, key=lambda row: row.category):
+        lines = [(row.family, " ".join(f"`{op}`" for op in row.ops), row.reason) for row in rows]
+        parts.append(
+            f"### {category.capitalize()}\n\n" + Table("", ("family", "operators", "why"), lines).to_markdown()
+        )
+    return "\n\n".join(parts)
 
 
 GENERATORS: dict[str, Callable[[Path], str]] = {
