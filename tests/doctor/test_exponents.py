@@ -92,21 +92,21 @@ def test_a_large_tensor_is_counted_by_a_sample() -> None:
     values[7, 77], values[8, 78], values[9, 79] = np.inf, np.nan, 1e30
     step = sampling_step(values.shape)
     found = spread_of(torch.from_numpy(values))
-    assert step == 9
+    assert step == 33
     assert abs(found.total - values.size) <= step + 2
     assert (found.infinite, found.largest) == (2, float(np.float32(1e30)))
     assert found.zeros / values.size == pytest.approx(1 / 64, rel=0.02)
     small = sum(count for i, count in enumerate(found.counts) if found.first + i < -30)
     assert small / values.size == pytest.approx(1 / 64, rel=0.02)
-    exact = spread_of(torch.from_numpy(values[:4]))
-    assert exact.total == 4 * 4096
+    exact = spread_of(torch.from_numpy(values[:2]))
+    assert exact.total == 2 * 4096
 
 
 @given(st.lists(st.integers(1, 3000), min_size=1, max_size=4))
 def test_the_step_of_a_sample(shape: list[int]) -> None:
     step, count = sampling_step(shape), math.prod(shape)
     assert step == 1 or all(size % step for size in shape[1:])
-    assert (step == 1) == (count <= 2**15)
+    assert (step == 1) == (count <= 2**13)
 
 
 def test_an_empty_tensor_and_one_without_order() -> None:

@@ -28,8 +28,12 @@ class Exponents:
 
     @classmethod
     def from_dict(cls, kept: Mapping[str, Any]) -> Exponents:
-        """From what `dataclasses.asdict` gave."""
+        """From what `to_dict` gave."""
         return cls(**{**kept, "counts": tuple(kept["counts"])})
+
+    def to_dict(self) -> dict[str, Any]:
+        """For a record. `dataclasses.asdict` copies each count by itself, and takes as long as counting."""
+        return {name: getattr(self, name) for name in self.__slots__}
 
     def __add__(self, other: Exponents) -> Exponents:
         """Both together."""

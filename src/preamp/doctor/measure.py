@@ -6,6 +6,7 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -13,9 +14,8 @@ from ..kernels import read
 from ..sharding import held_here
 from .exponents import Exponents
 
-_WHOLE = 1 << 15
+_WHOLE = 1 << 13
 """Numbers up to which all of a tensor are counted."""
-_NORMAL = torch.finfo(torch.float32).smallest_normal
 _READ = frozenset({torch.float32, torch.float16, torch.bfloat16})
 
 
@@ -41,19 +41,20 @@ def spread_of(tensor: Tensor) -> Exponents:
     """How the magnitudes of a tensor are spread; waits for its device.
 
     `tensor`: any shape, floating; read as float32, which holds every float16, bfloat16 and float8 as it is (a float64
-    beyond it counts as infinite or zero). Of more than 2^15 numbers one in k is counted, k times; how many are
+    beyond it counts as infinite or zero). Of more than 2^13 numbers one in k is counted, k times; how many are
     infinite or NaN, and the largest, are of them all.
     """
     flat, step = tensor.detach().reshape(-1), sampling_step(tensor.shape)
     flat = flat if flat.dtype in _READ else flat.float()
-    values = flat[::step].float().cpu()
-    # by the bits of float32: an exponent and its bias; those of 255 are not finite, those of 0 zero or subnormal
-    biased = torch.bincount((values.view(torch.int32) >> 23) & 0xFF, minlength=256).tolist()
-    low = values[(values != 0) & (values.abs() < _NORMAL)] if biased[0] else values[:0]
-    zeros, powers = biased[0] - low.numel(), Counter((torch.frexp(low)[1] - 1).tolist())
-    powers.update({at - 127: count for at, count in enumerate(biased[1:255], 1) if count})
+    bits = flat[::step].float().cpu().numpy().view(np.uint32) & 0x7FFFFFFF  # of magnitudes: an exponent, its fraction
+    biased = np.bincount(bits >> 23, minlength=256)  # of 255: not finite; of 0: zero or subnormal
+    zeros = np.count_nonzero(bits == 0) if biased[0] else 0
+    powers = {int(at) - 127: int(biased[at]) for at in np.flatnonzero(biased[1:255]) + 1}
+    if zeros < biased[0]:
+        low = bits[bits < 1 << 23]
+        powers.update(Counter((np.frexp(low[low > 0].view(np.float32))[1] - 1).tolist()))
     first, last = (min(powers), max(powers)) if powers else (0, -1)
-    counts = tuple(step * powers[power] for power in range(first, last + 1))
+    counts = tuple(step * powers.get(power, 0) for power in range(first, last + 1))
     largest, infinite = _extremes(flat) if flat.numel() else (0.0, 0)
     return Exponents(first, counts, step * zeros, infinite, largest)
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Iterable
-from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -105,10 +104,10 @@ class Telemetry:
                 self._count(path, "gradient", grad)
 
     def facts(self) -> dict[str, Any]:
-        """Step, scales and `rows` of {module, kind, dtype} with the fields of `Exponents`."""
+        """Step, scales and `rows` of {module, kind, dtype} with what `Exponents.to_dict` gives."""
         self.close()
         rows = [
-            {"module": module, "kind": kind, "dtype": dtype, **asdict(counts)}
+            {"module": module, "kind": kind, "dtype": dtype, **counts.to_dict()}
             for (module, kind, dtype), counts in self._counts.items()
             if counts.total
         ]

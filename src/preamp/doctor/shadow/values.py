@@ -90,7 +90,9 @@ class Shadows:
         exact, here = self._scratch[: 2 * count].view(2, *value.shape)
         size = float(torch.linalg.vector_norm(exact.copy_(shadow)))
         held = _HELD[0] < size < _HELD[1]
-        off = float(torch.linalg.vector_norm(here.copy_(value.detach()).sub_(exact))) if held else math.nan
+        value = value.detach()
+        here = torch.sub(value, exact, out=here) if value.dtype is here.dtype else here.copy_(value).sub_(exact)
+        off = float(torch.linalg.vector_norm(here)) if held else math.nan
         return off / size if math.isfinite(off) else relative_error(value, shadow)
 
     def _keep(self, tensor: Tensor, flat: Tensor) -> None:
