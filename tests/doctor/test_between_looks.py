@@ -124,7 +124,7 @@ def test_a_cast_back_that_comes_too_early_is_left_out() -> None:
     optimizer, scaler = torch.optim.SGD(model.parameters(), lr=0.1), torch.amp.GradScaler("cpu", init_scale=16.0)
     with preamp.doctor.watch(model) as seen:
         with torch.autocast("cpu", torch.float16):
-            loss = model(1000 * torch.randn(4, 8)).float().square().mean()
+            loss = model(1000 * torch.randn(4, 8)).float()[:, :3].square().mean()
         scaler.scale(loss).backward()
         scaler.step(optimizer)
     (found,) = [one for one in seen.findings if one.code == "PA201"]

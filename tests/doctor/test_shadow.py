@@ -89,8 +89,8 @@ def test_a_view_has_the_view_of_the_shadow(path: list[int], dtype: torch.dtype) 
     for index in path:
         view = VIEWS[index](view) if view.dim() else view
     shadow = shadows.of(view)
-    assert shadow.dtype is torch.float64 and shadow.shape == view.shape
-    assert torch.equal(shadow, view.double())
+    assert shadow.dtype is torch.float32 and shadow.shape == view.shape
+    assert torch.equal(shadow, view.float())
     if view.untyped_storage().data_ptr() == base.untyped_storage().data_ptr():
         shadows.of(base).add_(0.25)
         assert torch.equal(shadow, view.double() + 0.25), "they share their numbers"
@@ -106,12 +106,12 @@ def test_what_is_written_through_a_view_is_in_the_shadow_of_the_whole() -> None:
         x.t().mul_(3)
 
     shadowed, facts = watched(step)
-    exact = torch.zeros(4, 4, dtype=torch.float64)
+    exact = torch.zeros(4, 4)
     exact[1] = 0.5
     exact[:, 2] += 0.1
     found = shadowed.shadows.find(x)
-    assert found is not None and torch.allclose(found, exact * 3, rtol=1e-12)
-    assert not torch.equal(found, x.double()), "float16 has rounded a tenth"
+    assert found is not None and torch.equal(found, exact * 3)
+    assert not torch.equal(found, x.float()), "float16 has rounded a tenth"
     assert facts == []
 
 
@@ -170,10 +170,10 @@ def test_beyond_the_limit_errors_are_followed_a_module_at_a_time() -> None:
         def after(self, _: Any) -> None:
             largest.append(shadowed.shadows._bytes)
 
-    shadowed = Shadowed(lambda *_: None, 1000)
+    shadowed = Shadowed(lambda *_: None, 500)
     observed(lambda: model(x), [shadowed, Kept()], model)
     assert not shadowed.shadows.whole
-    assert max(largest[3:]) < 2000, "one module's: a weight, its cast, an input and a result"
+    assert max(largest[3:]) < 1000, "one module's: a weight, its cast, an input and a result"
     whole, _ = watched(lambda: model(x), model)
     assert whole.shadows.whole and whole.operators == shadowed.operators
 
@@ -376,7 +376,14 @@ def _others() -> None:
     x.double().half().double()
 
 
+def _too_close_for_float32() -> None:
+    near = 1e4 * (1 + torch.rand(64))
+    beside = torch.nextafter(near, near + 1)
+    (near.bfloat16().square() - beside.bfloat16().square()).abs().reciprocal()
+
+
 SILENT: dict[str, Callable[[], Any]] = {
+    "a difference that float32 cannot tell either": _too_close_for_float32,
     "a sum that cancels": lambda: torch.cat([x := torch.randn(4096, dtype=BF16) / 3, -x]).sum() + 0,
     "a difference of neighbours": lambda: (torch.randn(64) * 1e-3 + 1).bfloat16() - 1,
     "the place of a maximum": lambda: (1 + 1e-3 * torch.rand(8, 100)).bfloat16().argmax(-1),
@@ -401,6 +408,13 @@ def test_silent(name: str) -> None:
     shadowed, facts = watched(SILENT[name])
     assert facts == []
     assert not shadowed.broke or "float32" not in name
+
+
+def test_gradients_are_off_however_small_they_are() -> None:
+    shadowed, small = Shadowed(lambda *_: None), torch.full((64,), 1e-30, dtype=BF16)
+    shadowed.shadows.of(small).mul_(2)
+    shadowed.gradients_came([small, None])
+    assert shadowed.gradients_off == pytest.approx(0.5)
 
 
 def test_operators_that_cannot_run_are_counted_and_their_results_are_believed() -> None:
@@ -728,7 +742,7 @@ def test_through_a_region_of_torchs_and_back() -> None:
     exact = (torch.tanh(x.double() @ wide[0].t() + wide[1]) @ wide[2].t() + wide[3]).square().mean()
     for parameter, grad in zip(model.parameters(), torch.autograd.grad(exact, wide), strict=True):
         shadow = shadowed.shadows.find(parameter.grad)
-        assert shadow is not None and relative_error(shadow, grad) < 1e-10, "the shadows are exact arithmetic"
+        assert shadow is not None and relative_error(shadow, grad) < 1e-6, "the shadows are float32's arithmetic"
 
 
 def test_what_runs_in_a_module_and_a_region_of_preamps_is_placed() -> None:

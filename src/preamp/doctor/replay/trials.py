@@ -41,7 +41,7 @@ class Outcome:
     raised: bool
     """Whether it ended by an error."""
     meant: bool
-    """Whether float32 can hold what they are in exact arithmetic."""
+    """Whether they are finite in float32."""
     origin: Origin | None
     """Where something not finite began that reached a loss or a gradient."""
     gradient: float
@@ -205,7 +205,7 @@ def _judged(
         finite = not raised and all(bool(t.isfinite().all()) for t in (*losses, *grads))
         finite = finite and (bool(losses) or not shadowed.broke)  # an evaluation
         shadows = [(t, shadow) for t in (*losses, *grads) if (shadow := shadowed.shadows.find(t)) is not None]
-        meant = not raised and all(bool(shadow.to(torch.float32).isfinite().all()) for _, shadow in shadows)
+        meant = not raised and all(bool(shadow.isfinite().all()) for _, shadow in shadows)
         gradient = math.sqrt(sum(float(g.detach().double().square().sum()) for g in grads)) if finite else math.inf
         error = shadowed.gradients_off if grads else max((relative_error(*pair) for pair in shadows), default=0.0)
         error = error if finite else math.inf

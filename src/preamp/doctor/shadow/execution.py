@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import math
 from collections import Counter, defaultdict, deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ...formats import FP16, name_of
 from ...tree import PLAIN, map_tensors
@@ -58,9 +58,6 @@ _ADD_UP = frozenset({
 """Operators that add up terms of both signs: what is left may be of no weight beside them."""
 
 
-_LAYERS = (nn.Linear, nn.modules.conv._ConvNd)
-"""Modules whose products are with their own weights, and no difference of two products: float32 does for these."""
-_PRODUCTS = frozenset({"mm", "addmm", "convolution", "convolution_backward"})
 _ENLARGE = {"sqrt": 0, "rsqrt": 0, "reciprocal": 0, "log": 0, "log2": 0, "log10": 0, "div": 1}
 """Operators that make much of what is nearly nothing, and which argument that is."""
 
@@ -83,7 +80,6 @@ class Shadowed(Observer):
         self.operators = 0
         self._wide: tuple[list[Tensor], list[tuple[Tensor, Tensor]], float] | None = None
         """What the shadows gave, the new shadows of what is changed in place, and the error of these before."""
-        self._layers: set[str] = set()
         self._given: set[int] = set()
         """Storages that the operator was given, which its results may have, too."""
         self._module: str | None = None
@@ -104,10 +100,6 @@ class Shadowed(Observer):
         self._trail: dict[int, tuple[Line, tuple[int, ...]]] = {}
         """By storage, the line that wrote it last and the storages that it read."""
         self._reported: set[Any] = set()
-
-    def begin(self, modules: Mapping[str, nn.Module]) -> None:
-        """Know the layers that multiply by their weights."""
-        self._layers = {path for path, module in modules.items() if isinstance(module, _LAYERS)}
 
     def before(self, call: Call) -> None:
         """Run the operator on the shadows of what it is about to read."""
@@ -134,8 +126,7 @@ class Shadowed(Observer):
             return found
 
         try:
-            of_layer = call.base in _PRODUCTS and call.module in self._layers and not call.written
-            out = self._product(call) if of_layer else self._run(call, shadow, WIDE)
+            out = self._run(call, shadow, WIDE)
         except Exception:
             self.skipped[call.base] += 1
         else:
@@ -171,10 +162,6 @@ class Shadowed(Observer):
         skipped = {spelled(n): c for n, c in self.skipped.most_common() if not n.startswith("_amp_")}  # a scaler's
         return {"operators": self.operators, "skipped": skipped, "whole": self.shadows.whole}
 
-    def _product(self, call: Call) -> list[Tensor]:
-        """A layer's product, in float32: torch multiplies float64 slowly, and convolves it several times as slowly."""
-        return [tensor.to(WIDE) for tensor in self._run(call, self.shadows.in_float32, torch.float32)]
-
     @staticmethod
     def _run(call: Call, shadow: Callable[[Tensor], Tensor], dtype: torch.dtype) -> list[Tensor]:
         """Run the operator with shadows in place of its tensors, in this dtype."""
@@ -189,12 +176,14 @@ class Shadowed(Observer):
         out = call.func(*map(wide, call.args), **{name: wide(value) for name, value in call.kwargs.items()})
         return [*tensors_of((out,))]
 
-    def _in_float32(self, call: Call) -> list[Tensor]:
-        """What the operator gives in float32 for right inputs, with what it changes in place first."""
-        changed = {id(t): self.shadows.of(t).to(torch.float32) for t in call.written if has_shadow(t)}
+    def _nudged(self, call: Call) -> list[Tensor]:
+        """What the operator gives, computed in float64, for inputs that are a rounding of float32 beside the right
+        ones; with what it changes in place first.
+        """
+        changed = {id(t): _beside(self.shadows.of(t)) for t in call.written if has_shadow(t)}
         try:
-            run = lambda t: changed[id(t)] if id(t) in changed else self.shadows.of(t).to(torch.float32)  # noqa: E731
-            out = self._run(call, run, torch.float32)
+            run = lambda t: changed[id(t)] if id(t) in changed else _beside(self.shadows.of(t))  # noqa: E731
+            out = self._run(call, run, torch.float64)
         except Exception:
             return []
         return [*changed.values(), *out]
@@ -276,8 +265,9 @@ class Shadowed(Observer):
             shadow = None if gradient is None or not has_shadow(gradient) else self.shadows.find(gradient)
             if gradient is None or shadow is None or not bool(shadow.isfinite().all()):
                 continue
-            wrong = float((gradient.detach().to(WIDE) - shadow).square().sum())
-            off, size = off + wrong, size + float(shadow.square().sum())
+            exact = shadow.double()  # squares of gradients may be less than float32 holds
+            wrong = float((gradient.detach() - exact).square().sum())
+            off, size = off + wrong, size + float(exact.square().sum())
             cause = self.causes.get(key_of(gradient))
             if cause is not None:
                 share[cause] += wrong
@@ -321,8 +311,8 @@ class Shadowed(Observer):
             self._found(fact, call)
 
     def _float32_decides(self, call: Call, exact: Tensor) -> bool:
-        tried = self._in_float32(call)
-        return any(t.shape == exact.shape and relative_error(t, exact) < DECIDES for t in tried)
+        tried = self._nudged(call)
+        return any(t.shape == exact.shape and relative_error(exact, t) < DECIDES for t in tried)
 
     def _judge_decision(self, call: Call, out: Tensor, exact: Tensor) -> None:
         """Whether integers or truth values are others than those of the shadows."""
@@ -331,7 +321,7 @@ class Shadowed(Observer):
         if share < OTHERWISE or not read or not all(bool(t.isfinite().all()) for t in read):
             return
         off = max(map(self._error_of, read))
-        tried = [t for t in self._in_float32(call) if t.dtype is out.dtype and t.shape == out.shape]
+        tried = [t for t in self._nudged(call) if t.dtype is out.dtype and t.shape == out.shape]
         if off < OFF and tried and share_differing(tried[0], exact) < DECIDES:
             self._report(self._fact("decided", call, out, share, off, read), call)
 
@@ -376,6 +366,14 @@ def _follows(call: Call) -> bool:
     if torch.Tag.nondeterministic_seeded in func.tags:
         return False
     return any(map(has_shadow, call.given)) or base in ("_to_copy", "scalar_tensor")
+
+
+def _beside(shadow: Tensor) -> Tensor:
+    """A shadow in float64, each number 2^-24 of itself aside, up and down in turn; whole numbers as they are."""
+    wide = shadow.to(torch.float64)
+    aside = torch.full((wide.numel(),), 1 + 2.0**-24, dtype=torch.float64, device=wide.device)
+    aside[::2] = 1 - 2.0**-24
+    return torch.where(wide == wide.round(), wide, wide * aside.view(wide.shape))
 
 
 def _is_subnormal(exact: Tensor) -> bool:

@@ -1,4 +1,4 @@
-"""The shadows of a step: for each storage of floating numbers a float64 one, with what exact arithmetic would hold."""
+"""The shadows of a step: for each storage of floating numbers a float32 one, with what float32 would have made."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from ..measure import key_of, spread_of, values_here
 from ..names import Names
 from .facts import GradientSpread
 
-WIDE = torch.float64
-"""The dtype of shadows. float32 would do for most; that what is blamed is decided by float32 itself, it cannot show."""
+WIDE = torch.float32
+"""The dtype of shadows. Whether float32 decides what it shows, `Shadowed` asks for each operator that is off."""
 SHADOWED = frozenset({torch.float16, torch.bfloat16, torch.float32})
 """Dtypes that have shadows. A float64 tensor is its own."""
 _HELD = 1e-12, 1e15
@@ -49,7 +49,7 @@ class Shadows:
         self._limit, self._casts = limit, casts
         self._of: dict[int, tuple[torch.dtype, Tensor, StorageWeakRef]] = {}
         self._bytes = 0
-        self._scratch = torch.empty(0, dtype=torch.float32)
+        self._scratch = torch.empty(0, dtype=WIDE)
         self._sweep_at = 256
         self.whole = True
         """Whether all shadows of the step are kept."""
@@ -64,11 +64,6 @@ class Shadows:
             self._drop(key_of(tensor))
             return None
         return flat.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
-
-    def in_float32(self, tensor: Tensor) -> Tensor:
-        """The shadow of a tensor in float32, not to be written into; the tensor's own values where it has none yet."""
-        found = self.find(tensor)
-        return (tensor.detach() if found is None else found).to(torch.float32)
 
     def of(self, tensor: Tensor) -> Tensor:
         """The shadow of a tensor, of its shape. A new one begins with its own values, or what it was cast from."""
@@ -85,13 +80,13 @@ class Shadows:
     def error(self, value: Tensor, shadow: Tensor) -> float:
         """As `relative_error`, in float32 and in memory that is there already: new pages take longer than numbers."""
         count = value.numel()
-        if self._scratch.numel() < 2 * count or self._scratch.device != value.device:
-            self._scratch = torch.empty(2 * count, dtype=torch.float32, device=value.device)
-        exact, here = self._scratch[: 2 * count].view(2, *value.shape)
-        size = float(torch.linalg.vector_norm(exact.copy_(shadow)))
+        if self._scratch.numel() < count or self._scratch.device != value.device:
+            self._scratch = torch.empty(count, dtype=WIDE, device=value.device)
+        here = self._scratch[:count].view(value.shape)
+        size = float(torch.linalg.vector_norm(shadow))
         held = _HELD[0] < size < _HELD[1]
         value = value.detach()
-        here = torch.sub(value, exact, out=here) if value.dtype is here.dtype else here.copy_(value).sub_(exact)
+        here = torch.sub(value, shadow, out=here) if value.dtype is WIDE else here.copy_(value).sub_(shadow)
         off = float(torch.linalg.vector_norm(here)) if held else math.nan
         return off / size if math.isfinite(off) else relative_error(value, shadow)
 
@@ -158,10 +153,10 @@ def relative_error(value: Tensor, shadow: Tensor) -> float:
     if not value.numel():
         return 0.0
     value = value.detach()
-    size = float(torch.linalg.vector_norm(shadow))
+    size = float(torch.linalg.vector_norm(shadow, dtype=torch.float64))
     if not math.isfinite(size):
         return 0.0
-    off = float(torch.linalg.vector_norm(value.to(shadow.dtype, copy=True).sub_(shadow)))
+    off = float(torch.linalg.vector_norm(value.to(torch.float64, copy=True).sub_(shadow)))
     if math.isnan(off):
         return math.inf
     return off / size if size else (0.0 if off == 0 else math.inf)
@@ -183,7 +178,7 @@ def share_lost(value: Tensor, shadow: Tensor) -> float:
 def gradients_beside(
     given: Iterable[tuple[Tensor, Tensor | None]], shadows: Shadows, names: Names, scale: float, excused: Container[int]
 ) -> dict[int, GradientSpread]:
-    """Each parameter's gradient against what exact arithmetic gives, by the parameter's id; `scale`: on all of them.
+    """Each parameter's gradient against what float32 gives, by the parameter's id; `scale`: on all of them.
 
     What is zero in float16 may have been zero before; only its shadow shows that. One that was computed while nothing
     was followed has none, and is left out. `excused`: storages whose error has another cause.
@@ -196,7 +191,6 @@ def gradients_beside(
         exact = shadows.find(came)
         if exact is None:
             continue
-        exact = exact.float().to(exact.dtype)  # what float32 makes zero is not lost by 16 bits
         if not bool(exact.isfinite().all()) or not bool(exact.any()):
             continue
         spread, vector = spread_of(exact / scale), grad.dim() < 2
