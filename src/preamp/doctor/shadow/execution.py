@@ -180,13 +180,18 @@ class Shadowed(Observer):
         """What the operator gives, computed in float64, for inputs that are a rounding of float32 beside the right
         ones; with what it changes in place first.
         """
-        changed = {id(t): _beside(self.shadows.of(t)) for t in call.written if has_shadow(t)}
+        beside: dict[int, Tensor] = {}
+
+        def nudged(tensor: Tensor) -> Tensor:
+            if id(tensor) not in beside:
+                beside[id(tensor)] = _rounded(self.shadows.of(tensor), len(beside))
+            return beside[id(tensor)]
+
+        changed = [nudged(tensor) for tensor in call.written if has_shadow(tensor)]
         try:
-            run = lambda t: changed[id(t)] if id(t) in changed else _beside(self.shadows.of(t))  # noqa: E731
-            out = self._run(call, run, torch.float64)
+            return [*changed, *self._run(call, nudged, torch.float64)]
         except Exception:
             return []
-        return [*changed.values(), *out]
 
     def _judge(self, call: Call, out: Tensor, exact: Tensor, before: float) -> None:
         """Whether a result is off although its inputs are right, and float32 would have got it right."""
@@ -368,12 +373,12 @@ def _follows(call: Call) -> bool:
     return any(map(has_shadow, call.given)) or base in ("_to_copy", "scalar_tensor")
 
 
-def _beside(shadow: Tensor) -> Tensor:
-    """A shadow in float64, each number 2^-24 of itself aside, up and down in turn; whole numbers as they are."""
+def _rounded(shadow: Tensor, seed: int) -> Tensor:
+    """A shadow in float64, each number off by chance by as much as float32 rounds; whole numbers are as they are."""
+    chance = torch.Generator(shadow.device).manual_seed(seed)
     wide = shadow.to(torch.float64)
-    aside = torch.full((wide.numel(),), 1 + 2.0**-24, dtype=torch.float64, device=wide.device)
-    aside[::2] = 1 - 2.0**-24
-    return torch.where(wide == wide.round(), wide, wide * aside.view(wide.shape))
+    off = torch.rand(wide.shape, dtype=torch.float64, device=wide.device, generator=chance).sub_(0.5).mul_(2.0**-23)
+    return torch.where((wide == wide.round()) & (wide.abs() < 2**23), wide, wide + wide * off)
 
 
 def _is_subnormal(exact: Tensor) -> bool:
