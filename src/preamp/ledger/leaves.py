@@ -104,9 +104,7 @@ class Agreed:
 
     def __init__(self) -> None:
         self.versions: list[int] = []
-        """The parameters' version counters."""
         self.addresses: list[int] = []
-        """Their addresses."""
         self.in_graphs = False
         """Whether a graph may hold masters, because a forward pass ran while they were in their parameters' places."""
 

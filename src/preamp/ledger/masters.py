@@ -170,6 +170,7 @@ class Masters:
                 swap(parameter, leaf.other)
             except SessionError:
                 del self.inside[parameter]
+                self.swap_out(gradients)
                 raise
             leaf.aside, leaf.other.grad = leaf.other.grad, None
 

@@ -96,18 +96,18 @@ def restore_autocast(device_type: str, before: tuple[Any, ...]) -> None:
 class SessionRegion(autocast):
     """A region whose rules end when the session is closed.
 
-    `entering`: called as the region begins, but not in compiled code. `another`: makes a region like this one.
-    `regions`: those of its session that are open.
+    `kept`: whether casts of weights are kept, which refer to these. `entering`: called as the region begins, but not in
+    compiled code. `another`: makes a region like this one. `regions`: those of its session that are open.
     """
 
     _lingers = False
 
     @traced_by_callers
     def __init__(
-        self, device_type: str, dtype: torch.dtype | None, enabled: bool, entering: Callable[[], None],
-        another: Callable[[], SessionRegion], regions: OpenRegions,
+        self, device_type: str, dtype: torch.dtype | None, enabled: bool, kept: bool | None,
+        entering: Callable[[], None], another: Callable[[], SessionRegion], regions: OpenRegions,
     ) -> None:  # fmt: skip
-        super().__init__(device_type, dtype, enabled)
+        super().__init__(device_type, dtype, enabled, kept)
         self._entering, self._another, self._regions = entering, another, regions
 
     @uncompiled

@@ -116,7 +116,8 @@ class Session:
         active = enabled and self._has_regions
         again = functools.partial(Session.autocast, self, enabled)
         dtype = self.policy.compute if active else None
-        return SessionRegion(self.device_type, dtype, active, self._entering, again, self._regions)
+        kept = None if self.policy.params is torch.float32 else False  # of a master that is in place for a moment
+        return SessionRegion(self.device_type, dtype, active, kept, self._entering, again, self._regions)
 
     @uncompiled
     def _entering(self) -> None:
@@ -242,8 +243,7 @@ class Session:
             name: Which of the session's losses gives the scale.
             create_graph: Whether the gradients can be differentiated again.
         """
-        if self._closed:
-            raise SessionError(_CLOSED)
+        self._check_open()
         scale = self._losses[self._losses.named(name)]
         wanted = (inputs,) if isinstance(inputs, Tensor) else inputs
         scaled = self._masters.grad(scale.scale(outputs), wanted, create_graph)
