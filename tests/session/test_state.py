@@ -109,6 +109,23 @@ def test_going_back_by_16_bit_values_is_told(level: str) -> None:
     session.close()
 
 
+@over(level=LEVELS, first=["model", "session"])
+def test_a_write_after_a_load_is_not_taken_for_it(level: str, first: str) -> None:
+    """Nor one after any other load; warnings are errors here."""
+    model, _, session = prepared(level)
+    train(session, model, range(2))
+    states = copy.deepcopy({"model": model.state_dict(), "session": session.state_dict()})
+    train(session, model, [2])
+    for name in (first, *states.keys() - {first}):
+        {"model": model, "session": session}[name].load_state_dict(states[name])  # type: ignore[attr-defined]
+    for at in range(2):
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.mul_(0.75)
+        train(session, model, [at])
+    session.close()
+
+
 @over(level=LEVELS, order=["model, optimizer, session", "session, optimizer, model", "in full precision"])
 def test_the_ways_to_go_back_that_lose_nothing_are_silent(level: str, order: str) -> None:
     def run(away: bool) -> list[Tensor]:

@@ -53,7 +53,6 @@ class Masters:
         """The float32 tensors that parameters had in `full` last: a graph that is still alive may hold them."""
         self._adopted: set[Parameter] = set()
         """Those that came in 16 bits."""
-        self._loaded = False
         self.rounded: str | None = None
         """A parameter whose master was replaced by 16-bit values that were loaded, if there is one."""
 
@@ -118,8 +117,6 @@ class Masters:
         master = leaf.stored.to(data.device)
         # A parameter that its user cast to float32 holds the rounded value: it gets the master's bits back.
         kept = data == master.to(data.dtype if data.dtype in LOW_DTYPES else leaf.low.dtype)
-        if self._loaded and not bool(held_here(kept).all()):
-            self.rounded = leaf.name
         written = torch.where(kept, master, data.float())
         leaf.stored = master.detach().copy_(written)  # in place: an optimizer's state may hold it too
         if data.dtype is torch.float32:
@@ -307,12 +304,14 @@ class Masters:
         dtypes = {p: getattr(state.get(name), "dtype", None) for name, p in named.items() if p in self._leaves}
         # what has another name in the state may be renamed by a hook of the module's
         wide = [p for p, dtype in dtypes.items() if dtype not in LOW_DTYPES and p not in self.inside]
-        self._loaded = self._loaded or not LOW_DTYPES.isdisjoint(dtypes.values())
         self.swap_in(wide)
         try:
             yield
         finally:
             self.swap_out(wide)
+        for parameter, leaf in () if self.split else ((p, self._leaves[p]) for p in dtypes if p not in self.inside):
+            if dtypes[parameter] in LOW_DTYPES and not agrees(parameter, leaf):
+                self.rounded = leaf.name
 
     def rename(self, named: Iterable[tuple[str, Parameter]]) -> None:
         """Name masters by the present paths of their parameters in the models; the first of several."""
@@ -349,7 +348,7 @@ class Masters:
 
     def load(self, state: Mapping[str, Any]) -> None:
         """Take masters of any form by name. `StateError`, changing nothing, if one does not fit."""
-        self._loaded, self.rounded = False, None
+        self.rounded = None
         self.swap_out()
         self._check_fit(state)
         with torch.no_grad():
