@@ -143,8 +143,6 @@ class Masters:
 
     def compare(self, leaves: Leaves | None = None) -> None:
         """`refresh`, and also the masters of parameters that were written through `.data`: by their values."""
-        if not self._leaves:
-            return
         leaves = leaves or self._all_leaves()
         self.refresh(leaves)
         pairs = [pair for pair in zip(leaves.parameters, leaves.leaves, strict=True) if pair[0] not in self.inside]

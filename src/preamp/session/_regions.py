@@ -21,7 +21,7 @@ from ..autocast import MARKER, PRODUCTS, REGISTRY, VMAPPED, RegionNodes, autocas
 from ..compiling import traced_by_callers, uncompiled
 from ..errors import PreampWarning
 from ..formats import LOW_DTYPES, name_of
-from ..ledger import Gradients, Masters, rebuild_reducers
+from ..ledger import Gradients, Masters, dtype_of_gradient, rebuild_reducers
 from ..modules import Conversion, Exports
 from ..policy import Policy
 from ..sharding import sharded_parts
@@ -236,7 +236,7 @@ class FullPrecision:
         for parameter, inside in self._inside.items():
             before = self._aside.get(parameter)
             gradients = [self._low.get(parameter, before), inside] if self._counts else [before]
-            present = [gradient.to(parameter.dtype) for gradient in gradients if gradient is not None]
+            present = [each.to(dtype_of_gradient(parameter)) for each in gradients if each is not None]
             parameter.grad = present[0] + present[1] if len(present) == 2 else (present[0] if present else None)
         self.begun, self._counts, self._exports = False, False, None
         self._aside, self._inside, self._low = {}, {}, {}

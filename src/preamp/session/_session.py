@@ -17,7 +17,7 @@ from ..compiling import traced_by_callers, uncompiled
 from ..errors import SessionError
 from ..frameworks import unwrap
 from ..kernels import clip_values_
-from ..ledger import Gradients, Masters, clear_gradients, gradients_of
+from ..ledger import Gradients, Masters, clear_gradients, dtype_of_gradient, gradients_of
 from ..modules import Conversion
 from ..optim import FusedOptimizer
 from ..policy import Policy
@@ -485,7 +485,7 @@ class Session:
             conversion.undo()
         self._masters.restore()
         for parameter, gradient in true.items():
-            parameter.grad = gradient.to(parameter.dtype)
+            parameter.grad = gradient.to(dtype_of_gradient(parameter))
         self._steps.take_states_back()
         self._release_kernels()
         self._rates.restore()
