@@ -185,6 +185,32 @@ def test_states_load_in_any_order(level: str) -> None:
         session.close()
 
 
+@over(level=LEVELS, kind=("torch", "split"), frozen=("weights that were trained", "none"))
+def test_a_run_that_froze_or_thawed_weights_is_resumed(level: str, kind: str, frozen: str) -> None:
+    """The state has masters of weights that are frozen in the run that takes it, until they are trained again."""
+    if kind == "split" and level != "O5":
+        return
+    model, optimizer, session = prepared(level, kind)
+    train(session, model, range(3))
+    states = copy.deepcopy([model.state_dict(), optimizer.state_dict(), session.state_dict()])
+    session.close()
+
+    def resume(freeze: bool) -> list[Tensor]:
+        model = mlp(1).requires_grad_(not freeze)
+        model[-1].requires_grad_(True)
+        optimizer: torch.optim.Optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        if kind == "split":
+            optimizer = preamp.optim.AdamW(model.parameters(), 0.1, eps=1e-4, master="split")
+        with preamp.prepare(model, optimizer, level=level, scale=2.0) as session:
+            for part, state in zip((model, optimizer, session), copy.deepcopy(states), strict=True):
+                part.load_state_dict(state)
+            model.requires_grad_(True)
+            train(session, model, range(3, 6))
+        return weights(model)
+
+    assert same(resume(frozen != "none"), resume(False))
+
+
 @pytest.mark.parametrize("level", LEVELS)
 def test_close_gives_everything_back(level: str) -> None:
     model = mlp()

@@ -344,12 +344,16 @@ class Masters:
     def _saved(self, parameter: Parameter, leaf: Leaf) -> Kept:
         return leaf.stored
 
-    def load(self, state: Mapping[str, Any]) -> None:
-        """Take masters of any form by name. `StateError`, changing nothing, if one does not fit."""
+    def load(self, state: Mapping[str, Any], named: Iterable[tuple[str, Parameter]]) -> None:
+        """Take masters by name, also into `named` parameters that have none now. `StateError` unless all fit."""
+        self.rename(named := list(named))
         self.rounded = None
         self.swap_out()
-        self._check_fit(state)
+        left = {name: p for name, p in named if name in state and p not in self}
+        self._check_fit(state, left)
         with torch.no_grad():
+            for name, parameter in left.items():
+                parameter.copy_(whole(name, state[name]))
             for parameter, leaf in self._leaves.items():
                 self._take(parameter, leaf, whole(leaf.name, state[leaf.name]))
                 self._note(parameter, leaf)
@@ -367,8 +371,9 @@ class Masters:
         leaf.stored.copy_(wide)
         parameter.data.copy_(leaf.stored)
 
-    def _check_fit(self, state: Mapping[str, Any]) -> None:
-        by_name = {leaf.name: tuple(parameter.shape) for parameter, leaf in self._leaves.items()}
+    def _check_fit(self, state: Mapping[str, Any], left: Mapping[str, Parameter]) -> None:
+        by_name = {name: tuple(parameter.shape) for name, parameter in left.items()}
+        by_name |= {leaf.name: tuple(parameter.shape) for parameter, leaf in self._leaves.items()}
         missing, foreign = sorted(by_name.keys() - state.keys()), sorted(state.keys() - by_name.keys())
         if missing or foreign:
             raise StateError(f"masters do not fit this model: missing {missing[:5]}, unexpected {foreign[:5]}")

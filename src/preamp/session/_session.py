@@ -448,7 +448,8 @@ class Session:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore what `state_dict` gave; before or after the model's and the optimizer's own state.
 
-        Masters may have been kept in another form (`master=` of the optimizer); then load the model's state first.
+        Masters may have been kept in another form (`master=` of the optimizer); then load the model's state first. Also
+        if parameters are frozen now that had masters: they take the values of these.
 
         Args:
             state: A `state_dict` of a session with the same policy.
@@ -460,8 +461,7 @@ class Session:
         check_state(state, str(self.policy), self._losses)
         for each in self._optimizers.values():
             self._gradients.forget(each)
-        self._masters.rename(self._named())
-        self._masters.load(state["masters"])
+        self._masters.load(state["masters"], self._named())
         self._losses.load_state_dict(state["losses"])
         self._attempts, self._losses.skips = int(state["steps"]), Skips(int(state["skipped"]))
         self._steps.loads += 1
