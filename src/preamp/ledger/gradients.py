@@ -332,7 +332,8 @@ class Gradients:
             return
         self._masters.refresh_before_step(record.leaves)
         present, _ = present_in(record.parameters)  # of those that were read; some may have been cleared since
-        wide = {p: self._sums.of(p) for p in self._masters.among(present)}
+        # in full precision masters are in their places already, with the gradients themselves
+        wide = {p: self._sums.of(p) for p in self._masters.among(present) if p not in self._masters.inside}
         record.kept = [p for p in wide if self._sums.forget(p)]
         factor, others = record.factor, [p for p in present if p not in wide] if wide else present
         if factor is not None:

@@ -59,7 +59,7 @@ def _load_from_state_dict(self: Any, state_dict: Mapping[str, Any], prefix: str,
         return _torchs(self, state_dict, prefix, *args, **kwargs)
 
 
-def check_free(root: nn.Module, masters: Masters) -> None:
+def check_free(root: nn.Module, masters: Masters | None = None) -> None:
     """`SessionError` if an open session has a part of a model; they may share what neither of them changes."""
     for path, module in root.named_modules():
         learns, known = any(p.requires_grad for p in module.parameters(recurse=False)), _masters_of(module)
