@@ -87,6 +87,25 @@ def test_float32_norms_while_rules_are_installed(norm: str) -> None:
         torch.testing.assert_close(ours, theirs)
 
 
+@pytest.mark.parametrize("norm", NORMS)
+def test_second_derivatives_while_rules_are_installed(norm: str) -> None:
+    """Mean and deviation are functions of the input, also where a rule of vmap is differentiated once more."""
+    make, trains = NORMS[norm]
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 6), make(), nn.Tanh(), nn.Linear(6, 2)).train(trains)
+    if trains:
+        torch.func.replace_all_batch_norm_modules_(model)
+    x = torch.randn(2, 4, 6)
+
+    def loss(x: Tensor) -> Tensor:
+        return model(x).square().sum()
+
+    wanted = torch.autograd.functional.hessian(loss, x)
+    with preamp.autocast("cpu", dtype=torch.bfloat16):
+        pass
+    torch.testing.assert_close(torch.func.jacrev(torch.func.jacrev(loss))(x), wanted, rtol=1e-4, atol=1e-5)
+
+
 @contextmanager
 def region() -> Iterator[None]:
     with preamp.autocast("cpu", dtype=torch.bfloat16):

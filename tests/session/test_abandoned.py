@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import preamp
+from preamp.errors import SessionError
 
 from ..rows import over
 
@@ -210,3 +211,51 @@ def test_prepare_and_close_leave_earlier_gradients_alone() -> None:
             pass
         assert model.weight.grad is not None
         assert model.weight.grad[0].tolist() == [0, 2, 0, 0], level
+
+
+class Stop(BaseException):
+    """As Ctrl-C."""
+
+
+def fail(*_: Any) -> None:
+    raise Stop
+
+
+def hooked(optimizer: torch.optim.Optimizer, model: nn.Module) -> Callable[[], Any]:
+    return optimizer.register_step_pre_hook(fail).remove
+
+
+def overridden(optimizer: torch.optim.Optimizer, model: nn.Module) -> Callable[[], Any]:
+    before, optimizer.step = optimizer.step, fail  # type: ignore[method-assign]
+    return lambda: setattr(optimizer, "step", before)
+
+
+def referred_to(optimizer: torch.optim.Optimizer, model: nn.Module) -> Callable[[], Any]:
+    references = [torch._C._WeakTensorRef(list(model.parameters())[2])]
+    return references.clear
+
+
+@over(level=LEVELS, kind=OPTIMIZERS, read=("nothing", *READS))
+def test_a_step_that_failed_may_be_tried_again(level: str, kind: str, read: str) -> None:
+    def weights(fails: Callable[..., Callable[[], Any]] | None) -> list[Tensor]:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4), nn.Linear(4, 1))
+        optimizer = OPTIMIZERS[kind](model.parameters(), lr=0.5)
+        with preamp.prepare(model, optimizer, level=level) as session:
+            for at in range(3):
+                backward(session, model, BATCH)
+                undo = fails(optimizer, model) if fails is not None and at == 1 else None
+                try:
+                    READS[read](session) if read in READS else None
+                    session.step()
+                except (Stop, SessionError):
+                    undo()  # type: ignore[misc]
+                    READS[read](session) if fails is referred_to and "unscale_" in read else None
+                    session.step()
+                session.zero_grad()
+        return [parameter.detach().clone() for parameter in model.parameters()]
+
+    wanted = weights(None)
+    for fails in (hooked, overridden, referred_to):
+        for ours, theirs in zip(weights(fails), wanted, strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=1e-2, atol=1e-3, msg=fails.__name__)

@@ -163,6 +163,26 @@ def test_one_model_has_one_session(first: str, second: str) -> None:
         pass
 
 
+@pytest.mark.filterwarnings("ignore:.*without masters")
+@over(level=LEVELS, within=(False, True))
+def test_models_of_one_session_share_modules_in_a_list_of_both(level: str, within: bool) -> None:
+    first = mlp()
+    second = nn.Sequential(first, nn.Linear(3, 2)) if within else nn.Sequential(first[0], nn.Linear(16, 2))
+    classes, both = list(map(type, (*first, *second))), nn.ModuleList([first, second])
+    optimizer = torch.optim.SGD(both.parameters(), lr=0.1)
+    with pytest.raises(SessionError, match=r"'0(\.0)?' of this model is in another one.*nn\.ModuleList\(\[a, b\]\)"):
+        preamp.prepare([first, second], optimizer, level=level)
+    assert list(map(type, (*first, *second))) == classes
+    before, dtype = weights(both), torch.float16 if level == "O3" else torch.float32  # which has no regions
+    with preamp.prepare(both, optimizer, level=level, scale=8.0) as session:
+        with session.autocast():
+            outs = [model(batch(index)[0].to(dtype)).float() for index, model in enumerate((first, second))]
+            loss = outs[0].square().mean() + outs[1].square().mean()
+        session.backward(loss)
+        assert not session.step().skipped
+    assert not any(map(torch.equal, weights(both), before))
+
+
 def test_frozen_parts_may_be_shared_by_sessions_that_do_not_change_them() -> None:
     frozen = mlp(1).requires_grad_(False)
     one, two = nn.Sequential(mlp(), frozen[:2]), nn.Sequential(mlp(2), frozen[:2])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import threading
 import weakref
 from typing import Any
 
@@ -111,6 +112,34 @@ def test_a_weak_reference_to_the_tensor_itself_is_told_and_changes_nothing() -> 
     with pytest.raises(SessionError, match="weak reference"):
         swap(wide, nn.Parameter(torch.zeros(3, 3)))
     assert torch.equal(wide, kept) and not reference.expired()
+
+
+@pytest.mark.parametrize("level", ["O2", "O3", "O5"])
+def test_a_region_of_another_thread_refers_to_no_master(level: str, monkeypatch: Any) -> None:
+    """Not even where it casts a weight again between the moment that kept casts are dropped and the exchange."""
+    monkeypatch.setattr(torch, "clear_autocast_cache", lambda: None)
+    model, _, session = _made(level, torch.optim.AdamW)
+    evaluated, end = threading.Event(), threading.Event()
+
+    def evaluate() -> None:
+        with session.autocast():
+            torch.mm(model[0].weight, model[0].weight.T)
+            evaluated.set()
+            end.wait()
+
+    with session:
+        with session.autocast():
+            loss = model(torch.randn(4, 6)).float().square().mean()
+        session.backward(loss)
+        session.unscale_()
+        thread = threading.Thread(target=evaluate)
+        thread.start()
+        evaluated.wait()
+        try:
+            assert not session.step().skipped
+        finally:
+            end.set()
+            thread.join()
 
 
 def test_casts_that_a_region_keeps_are_no_hindrance() -> None:

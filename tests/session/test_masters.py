@@ -341,6 +341,54 @@ def test_a_model_cast_to_float32_inside_a_session_is_trained(level: str, make: s
         assert float((other - one).norm()) <= 0.2 * float((one - begun).norm()), "it moves as without the cast"
 
 
+def wide_gradients(model: nn.Module) -> None:
+    for parameter in model.parameters():
+        if hasattr(parameter, "grad_dtype"):  # since torch 2.10
+            parameter.grad_dtype = torch.float32
+
+
+BETWEEN = {
+    "nothing": lambda session, model: None,
+    "a forward pass": lambda session, model: (session.unscale_(), session.autocast()(model)(batch(1)[0])),
+    "another pass": lambda session, model: (session.unscale_(), backward(session, model, 1)),
+    "a clipped pass": lambda session, model: (session.clip_grad_norm_(1e9), backward(session, model, 1)),
+    "edited": lambda session, model: (session.unscale_(), model[0].weight.grad.mul_(2), backward(session, model, 1)),
+    "full precision": lambda session, model: in_full(session, model),
+}
+
+
+def in_full(session: preamp.Session, model: nn.Module) -> None:
+    with session.full_precision():
+        backward(session, model, 1)
+
+
+@over(level=("O2", "O3", "O5"), make=("SGD", "preamp"), wide=(*CASTS, "grad_dtype"), between=BETWEEN)
+@pytest.mark.filterwarnings("ignore:.*without masters")
+def test_float32_gradients_of_16_bit_weights_are_stepped_like_others(
+    level: str, make: str, wide: str, between: str
+) -> None:
+    """A cast to float32 during a session, or `grad_dtype`, makes them: they are not taken for copies of gradients."""
+    if level == "O3" and wide in CASTS:
+        return
+
+    def run(change: Callable[[Any], Any]) -> list[Tensor]:
+        model = mlp()
+        with preamp.prepare(model, STEPPED[make](model.parameters()), level=level, scale=128.0) as session:
+            change(model)
+            for index in range(3):
+                backward(session, model, index)
+                BETWEEN[between](session, model)
+                assert not session.step().skipped
+                session.zero_grad()
+            backward(session, model, 4)
+        return [*weights(model), *(parameter.grad.clone() for parameter in model.parameters())]
+
+    plain = run(lambda model: None)
+    for one, other in zip(plain, run(CASTS.get(wide, wide_gradients)), strict=True):
+        assert one.dtype is other.dtype is torch.float32
+        torch.testing.assert_close(other, one, rtol=0.05, atol=0.02)
+
+
 @pytest.mark.parametrize("master", ["float32", "split", "split24"])
 def test_masters_of_an_optimizer_that_has_stepped_by_itself_are_taken_over(master: str) -> None:
     torch.manual_seed(0)

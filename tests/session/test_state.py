@@ -109,6 +109,23 @@ def test_going_back_by_16_bit_values_is_told(level: str) -> None:
     session.close()
 
 
+@over(level=LEVELS, first=["model", "session"])
+def test_a_write_after_a_load_is_not_taken_for_it(level: str, first: str) -> None:
+    """Nor one after any other load; warnings are errors here."""
+    model, _, session = prepared(level)
+    train(session, model, range(2))
+    states = copy.deepcopy({"model": model.state_dict(), "session": session.state_dict()})
+    train(session, model, [2])
+    for name in (first, *states.keys() - {first}):
+        {"model": model, "session": session}[name].load_state_dict(states[name])  # type: ignore[attr-defined]
+    for at in range(2):
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.mul_(0.75)
+        train(session, model, [at])
+    session.close()
+
+
 @over(level=LEVELS, order=["model, optimizer, session", "session, optimizer, model", "in full precision"])
 def test_the_ways_to_go_back_that_lose_nothing_are_silent(level: str, order: str) -> None:
     def run(away: bool) -> list[Tensor]:
@@ -166,6 +183,32 @@ def test_states_load_in_any_order(level: str) -> None:
         for name, master in session.state_dict()["masters"].items():
             assert torch.equal(master, masters[name]), name
         session.close()
+
+
+@over(level=LEVELS, kind=("torch", "split"), frozen=("weights that were trained", "none"))
+def test_a_run_that_froze_or_thawed_weights_is_resumed(level: str, kind: str, frozen: str) -> None:
+    """The state has masters of weights that are frozen in the run that takes it, until they are trained again."""
+    if kind == "split" and level != "O5":
+        return
+    model, optimizer, session = prepared(level, kind)
+    train(session, model, range(3))
+    states = copy.deepcopy([model.state_dict(), optimizer.state_dict(), session.state_dict()])
+    session.close()
+
+    def resume(freeze: bool) -> list[Tensor]:
+        model = mlp(1).requires_grad_(not freeze)
+        model[-1].requires_grad_(True)
+        optimizer: torch.optim.Optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        if kind == "split":
+            optimizer = preamp.optim.AdamW(model.parameters(), 0.1, eps=1e-4, master="split")
+        with preamp.prepare(model, optimizer, level=level, scale=2.0) as session:
+            for part, state in zip((model, optimizer, session), copy.deepcopy(states), strict=True):
+                part.load_state_dict(state)
+            model.requires_grad_(True)
+            train(session, model, range(3, 6))
+        return weights(model)
+
+    assert same(resume(frozen != "none"), resume(False))
 
 
 @pytest.mark.parametrize("level", LEVELS)

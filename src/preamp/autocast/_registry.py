@@ -113,17 +113,14 @@ class Registry:
     def _ensure(self, rules: OpRules | None, device_type: str) -> None:
         wanted = rules if rules is not None else (self.rules or OpRules())
         if self.rules is not None and wanted is not self.rules and wanted != self.rules:
-            if self._holders:
+            around = torch.is_autocast_enabled(MARKER) and ruled(torch.get_autocast_dtype(MARKER))
+            if self._holders or around:
+                session = ("an open session", "Close that session")
+                whose, way = session if self._holders else ("the region around this one", "Leave that region")
                 raise PolicyError(
-                    "operator rules hold for the whole process, and an open session has others: "
+                    f"operator rules hold for the whole process, and {whose} has others: "
                     f"{str(self.rules) or 'the default'}; asked for: {str(wanted) or 'the default'}. "
-                    "Close that session first, or give both the same OpRules."
-                )
-            if torch.is_autocast_enabled(MARKER) and ruled(torch.get_autocast_dtype(MARKER)):
-                raise PolicyError(
-                    "operator rules hold for the whole process, and the region around this one has others: "
-                    f"{str(self.rules) or 'the default'}; asked for: {str(wanted) or 'the default'}. "
-                    "Leave that region first, or give both the same OpRules."
+                    f"{way} first, or give both the same OpRules."
                 )
             self._clear()
         if self.rules is None:

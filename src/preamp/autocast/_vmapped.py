@@ -127,10 +127,13 @@ def _through(
     weight and bias are repeated.
     """
     dtype = torch.promote_types(x.dtype, torch.float32)
-    wide = gradient.to(dtype)
-    normed = (x.to(dtype) - mean) * scale
-    inner = wide if weight is None else wide * weight.to(dtype)
-    of_input = inner
+    wide, x_wide = gradient.to(dtype), x.to(dtype)
+    if over:  # functions of x, which second derivatives pass through; what is saved are their values
+        mean = x_wide.mean(over, keepdim=True)
+        var = (x_wide - mean).square().mean(over, keepdim=True)
+        scale = scale * (1 + scale.square() * (var - var.detach())).rsqrt()
+    normed = (x_wide - mean) * scale
+    of_input = inner = wide if weight is None else wide * weight.to(dtype)
     if over:
         of_input = inner - inner.mean(over, keepdim=True) - normed * (inner * normed).mean(over, keepdim=True)
     of_weight, of_bias = ((each.sum(outer) if outer else each) for each in (wide * normed, wide))

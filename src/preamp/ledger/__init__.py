@@ -12,6 +12,7 @@ from .no_masters import NoMasters
 from .record import Record
 from .split import SplitMasters
 from .state import Steps, state_like_parameters
+from .sums import dtype_of_gradient
 from .swap import rebuild_reducers, set_data, wrappers_of
 
 __all__ = [
@@ -27,6 +28,7 @@ __all__ = [
     "SplitMasters",
     "Steps",
     "clear_gradients",
+    "dtype_of_gradient",
     "gradients_of",
     "parameters_in",
     "parameters_of",

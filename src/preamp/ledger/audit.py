@@ -14,21 +14,15 @@ from ..errors import PreampWarning
 from ..sharding import held_here
 from .leaves import Leaf, Leaves
 
-FIRST = 4
-"""The number of steps at the start of training in which parameters are compared with their masters."""
-
-EVERY = 32
-"""Later steps are compared once in so many."""
+FIRST, EVERY = 4, 32
+"""How many steps at the start of training compare parameters with their masters; later one in so many does."""
 
 PILE = 2**24
 """Elements that an accelerator compares at once: one by one BERT-large's 394 tensors took 0.1 s on an H200."""
 
 
 class Audit:
-    """Compares parameters with their masters: in the first steps, now and then, and always once it has found a write.
-
-    A comparison costs a pass over the parameters.
-    """
+    """Compares parameters with their masters: at first, now and then, and always once it has found a write."""
 
     def __init__(self) -> None:
         self._steps, self._always = 0, False

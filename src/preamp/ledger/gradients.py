@@ -332,13 +332,15 @@ class Gradients:
             return
         self._masters.refresh_before_step(record.leaves)
         present, _ = present_in(record.parameters)  # of those that were read; some may have been cleared since
-        wide = {p: self._sums.of(p) for p in self._masters.among(present)}
+        # in full precision masters are in their places already, with the gradients themselves
+        wide = {p: self._sums.of(p) for p in self._masters.among(present) if p not in self._masters.inside}
         record.kept = [p for p in wide if self._sums.forget(p)]
-        factor = record.factor
+        factor, others = record.factor, [p for p in present if p not in wide] if wide else present
         if factor is not None:
-            others = [p for p in present if p not in wide] if wide else present
-            multiply_([*wide.values(), *present_in(others)[1]], factor)
-        self._masters.swap_in(wide, wide)
+            multiply_(wide.values(), factor)
+        self._masters.swap_in(wide, wide)  # if it fails, gradients are as they were
+        if factor is not None:
+            multiply_(present_in(others)[1], factor)
         record.norm, record.true = self.norm(optimizer) if record.clip is not None else None, True
 
     def step_low(self, optimizer: Any, found: Tensor | None) -> None:

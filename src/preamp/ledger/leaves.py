@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 
 from ..kernels import TensorList
 from .snapshot import Snapshot
+from .sums import dtype_of_gradient
 
 _VERSION, _STORED, _PARAMS = attrgetter("_version"), attrgetter("stored"), itemgetter("params")
 
@@ -60,8 +61,7 @@ class Leaf:
     """In the parameter's shape: its float32 master, which takes its place while swapped in, or the low bits of one."""
     low: Tensor
     """The 16-bit data that the model computes with."""
-    number: int
-    """Its number in `Agreed`."""
+    number: int  # in `Agreed`
     other: Parameter | None = None
     """The 16-bit parameter, with its gradient and its hooks, while the master is in its place."""
     shown: Tensor | None = None
@@ -74,7 +74,7 @@ class Leaf:
         """Set the 16-bit gradient to the present float32 one times `scale`; if that was cleared, clear it."""
         assert self.other is not None
         late, aside, self.aside = self.other.grad, self.aside, None
-        self.other.grad = None if aside is None else aside.to(self.other.dtype)  # `.data` may have become float32
+        self.other.grad = None if aside is None else aside.to(dtype_of_gradient(self.other))  # cast since, perhaps
         self._take_shown(parameter, scale, changed)
         if late is not None:
             late = late if scale is None else (late * scale.to(late.device)).to(late.dtype)
@@ -90,7 +90,7 @@ class Leaf:
             return
         wide = now if scale is None else now * scale.to(now.device)
         if low is None or low.layout is not torch.strided:
-            self.other.grad = wide.to(self.low.dtype)
+            self.other.grad = wide.to(dtype_of_gradient(self.other))
         else:
             low.copy_(wide)  # in place: a communication bucket may hold it
 
@@ -104,9 +104,7 @@ class Agreed:
 
     def __init__(self) -> None:
         self.versions: list[int] = []
-        """The parameters' version counters."""
         self.addresses: list[int] = []
-        """Their addresses."""
         self.in_graphs = False
         """Whether a graph may hold masters, because a forward pass ran while they were in their parameters' places."""
 

@@ -53,7 +53,6 @@ class Masters:
         """The float32 tensors that parameters had in `full` last: a graph that is still alive may hold them."""
         self._adopted: set[Parameter] = set()
         """Those that came in 16 bits."""
-        self._loaded = False
         self.rounded: str | None = None
         """A parameter whose master was replaced by 16-bit values that were loaded, if there is one."""
 
@@ -118,8 +117,6 @@ class Masters:
         master = leaf.stored.to(data.device)
         # A parameter that its user cast to float32 holds the rounded value: it gets the master's bits back.
         kept = data == master.to(data.dtype if data.dtype in LOW_DTYPES else leaf.low.dtype)
-        if self._loaded and not bool(held_here(kept).all()):
-            self.rounded = leaf.name
         written = torch.where(kept, master, data.float())
         leaf.stored = master.detach().copy_(written)  # in place: an optimizer's state may hold it too
         if data.dtype is torch.float32:
@@ -146,8 +143,6 @@ class Masters:
 
     def compare(self, leaves: Leaves | None = None) -> None:
         """`refresh`, and also the masters of parameters that were written through `.data`: by their values."""
-        if not self._leaves:
-            return
         leaves = leaves or self._all_leaves()
         self.refresh(leaves)
         pairs = [pair for pair in zip(leaves.parameters, leaves.leaves, strict=True) if pair[0] not in self.inside]
@@ -170,6 +165,7 @@ class Masters:
                 swap(parameter, leaf.other)
             except SessionError:
                 del self.inside[parameter]
+                self.swap_out(gradients)
                 raise
             leaf.aside, leaf.other.grad = leaf.other.grad, None
 
@@ -306,12 +302,14 @@ class Masters:
         dtypes = {p: getattr(state.get(name), "dtype", None) for name, p in named.items() if p in self._leaves}
         # what has another name in the state may be renamed by a hook of the module's
         wide = [p for p, dtype in dtypes.items() if dtype not in LOW_DTYPES and p not in self.inside]
-        self._loaded = self._loaded or not LOW_DTYPES.isdisjoint(dtypes.values())
         self.swap_in(wide)
         try:
             yield
         finally:
             self.swap_out(wide)
+        for parameter, leaf in () if self.split else ((p, self._leaves[p]) for p in dtypes if p not in self.inside):
+            if dtypes[parameter] in LOW_DTYPES and not agrees(parameter, leaf):
+                self.rounded = leaf.name
 
     def rename(self, named: Iterable[tuple[str, Parameter]]) -> None:
         """Name masters by the present paths of their parameters in the models; the first of several."""
@@ -346,12 +344,16 @@ class Masters:
     def _saved(self, parameter: Parameter, leaf: Leaf) -> Kept:
         return leaf.stored
 
-    def load(self, state: Mapping[str, Any]) -> None:
-        """Take masters of any form by name. `StateError`, changing nothing, if one does not fit."""
-        self._loaded, self.rounded = False, None
+    def load(self, state: Mapping[str, Any], named: Iterable[tuple[str, Parameter]]) -> None:
+        """Take masters by name, also into `named` parameters that have none now. `StateError` unless all fit."""
+        self.rename(named := list(named))
+        self.rounded = None
         self.swap_out()
-        self._check_fit(state)
+        left = {name: p for name, p in named if name in state and p not in self}
+        self._check_fit(state, left)
         with torch.no_grad():
+            for name, parameter in left.items():
+                parameter.copy_(whole(name, state[name]))
             for parameter, leaf in self._leaves.items():
                 self._take(parameter, leaf, whole(leaf.name, state[leaf.name]))
                 self._note(parameter, leaf)
@@ -369,8 +371,9 @@ class Masters:
         leaf.stored.copy_(wide)
         parameter.data.copy_(leaf.stored)
 
-    def _check_fit(self, state: Mapping[str, Any]) -> None:
-        by_name = {leaf.name: tuple(parameter.shape) for parameter, leaf in self._leaves.items()}
+    def _check_fit(self, state: Mapping[str, Any], left: Mapping[str, Parameter]) -> None:
+        by_name = {name: tuple(parameter.shape) for name, parameter in left.items()}
+        by_name |= {leaf.name: tuple(parameter.shape) for parameter, leaf in self._leaves.items()}
         missing, foreign = sorted(by_name.keys() - state.keys()), sorted(state.keys() - by_name.keys())
         if missing or foreign:
             raise StateError(f"masters do not fit this model: missing {missing[:5]}, unexpected {foreign[:5]}")

@@ -18,8 +18,7 @@ class Record:
     """The result of reading an optimizer's gradients before its step, and the factor still to apply."""
 
     reading: Reading
-    parameters: list[Parameter]
-    """The parameters whose gradients were read, in that order."""
+    parameters: list[Parameter]  # of those gradients
     leaves: Leaves
     """Of all parameters of the optimizer."""
     inverse: Tensor | None = None

@@ -25,12 +25,12 @@ class WideSums(dict[Parameter, _Sum]):
     """The sums, by parameter. One holds as long as the parameter's gradient is what was shown for it."""
 
     def of(self, parameter: Parameter) -> Tensor:
-        """A parameter's gradient in float32; it must have one."""
+        """A parameter's gradient in float32, to be written; it must have one."""
         grad = parameter.grad
         assert grad is not None
         known = self.get(parameter)
         if known is None:
-            return grad.float()
+            return grad.to(torch.float32, copy=True)  # of a parameter that was cast since, it may be float32
         if known.shown is grad and known.version == grad._version:
             return known.value
         low = known.value.to(grad.dtype)  # user code wrote into it: entries that still show the sum keep the sum
@@ -38,7 +38,7 @@ class WideSums(dict[Parameter, _Sum]):
 
     def show(self, parameter: Parameter, total: Tensor) -> None:
         """Set a parameter's gradient to this float32 one, rounded, and keep the sum."""
-        parameter.grad = shown = total.to(dtype_of_gradient(parameter))
+        parameter.grad = shown = total.to(dtype_of_gradient(parameter), copy=True)
         self[parameter] = _Sum(total, shown, shown._version)
 
     def forget(self, parameter: Parameter) -> bool:

@@ -20,6 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ..errors import SessionError
 from ..sharding import is_sharded
+from .sums import dtype_of_gradient
 
 
 def set_data(parameter: Parameter, data: Tensor) -> None:
@@ -29,7 +30,7 @@ def set_data(parameter: Parameter, data: Tensor) -> None:
         swap(parameter, Parameter(data, parameter.requires_grad))
     else:
         parameter.data = data
-    parameter.grad = None if gradient is None else gradient.to(data.dtype)
+    parameter.grad = None if gradient is None else gradient.to(dtype_of_gradient(parameter))
 
 
 def swap(parameter: Parameter, other: Parameter) -> None:
@@ -61,7 +62,7 @@ def hand_over(parameter: Parameter, other: Parameter) -> None:
     def came(other: Tensor) -> None:
         grad, other.grad = other.grad, None
         if grad is not None and parameter.requires_grad:  # else it was frozen since
-            grad = grad.to(parameter.dtype)
+            grad = grad.to(dtype_of_gradient(parameter))
             parameter.grad = grad if parameter.grad is None else parameter.grad + grad
 
     if other.requires_grad:

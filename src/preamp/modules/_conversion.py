@@ -52,7 +52,7 @@ class Conversion:
         self._low = NoMasters()
         """Keeps those of them that are 16-bit, for passes in full precision."""
         root = unwrapped(model)
-        check_free(root)
+        check_free(root, keeper)
         for path, module in root.named_modules():
             if isinstance(module, CastingModule):  # a copy, or one whose session was lost: as it was before
                 uncast(module)

@@ -59,12 +59,12 @@ def _load_from_state_dict(self: Any, state_dict: Mapping[str, Any], prefix: str,
         return _torchs(self, state_dict, prefix, *args, **kwargs)
 
 
-def check_free(root: nn.Module) -> None:
-    """`SessionError` for a model of which an open session has a part; they may share what neither of them changes."""
+def check_free(root: nn.Module, masters: Masters | None = None) -> None:
+    """`SessionError` if an open session has a part of a model; they may share what neither of them changes."""
     for path, module in root.named_modules():
-        learns = any(p.requires_grad for p in module.parameters(recurse=False))
-        if _masters_of(module) is not None and (learns or isinstance(module, CastingModule)):
-            raise SessionError(
-                f"this model is already prepared by an open session ({path or 'all of it'} is); close that session "
-                "first (session.close()), or give one prepare() all models and optimizers that share parameters"
-            )
+        learns, known = any(p.requires_grad for p in module.parameters(recurse=False)), _masters_of(module)
+        if known is not None and (learns or isinstance(module, CastingModule)):
+            here = f"the module {path!r} of this model" if path else "this model"
+            twice = "in another one of this prepare(), too: give it nn.ModuleList([a, b]), and go on calling each"
+            other = "already prepared by an open session: close() that first, or give one prepare() all models"
+            raise SessionError(f"{here} is {twice if known is masters else other}")

@@ -56,7 +56,7 @@ def prepare(
     Warns once when an epsilon would vanish (see `safe_eps`).
 
     Args:
-        model: float32, on its device; one, or a list or mapping of several.
+        model: float32, on its device; one, or a list or mapping of several, which share no trained modules.
         optimizer: Any of `torch.optim` but LBFGS, made from the model's parameters; one, several, or None.
         level: "O0" to "O5", an alias, or "auto" (the default): what suits the device; `repr(session)` shows it.
         policy: In place of a level: a `Policy`, its string or its fields.

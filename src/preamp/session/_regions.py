@@ -21,7 +21,7 @@ from ..autocast import MARKER, PRODUCTS, REGISTRY, VMAPPED, RegionNodes, autocas
 from ..compiling import traced_by_callers, uncompiled
 from ..errors import PreampWarning
 from ..formats import LOW_DTYPES, name_of
-from ..ledger import Gradients, Masters, rebuild_reducers
+from ..ledger import Gradients, Masters, dtype_of_gradient, rebuild_reducers
 from ..modules import Conversion, Exports
 from ..policy import Policy
 from ..sharding import sharded_parts
@@ -96,18 +96,18 @@ def restore_autocast(device_type: str, before: tuple[Any, ...]) -> None:
 class SessionRegion(autocast):
     """A region whose rules end when the session is closed.
 
-    `entering`: called as the region begins, but not in compiled code. `another`: makes a region like this one.
-    `regions`: those of its session that are open.
+    `kept`: whether casts of weights are kept, which refer to these. `entering`: called as the region begins, but not in
+    compiled code. `another`: makes a region like this one. `regions`: those of its session that are open.
     """
 
     _lingers = False
 
     @traced_by_callers
     def __init__(
-        self, device_type: str, dtype: torch.dtype | None, enabled: bool, entering: Callable[[], None],
-        another: Callable[[], SessionRegion], regions: OpenRegions,
+        self, device_type: str, dtype: torch.dtype | None, enabled: bool, kept: bool | None,
+        entering: Callable[[], None], another: Callable[[], SessionRegion], regions: OpenRegions,
     ) -> None:  # fmt: skip
-        super().__init__(device_type, dtype, enabled)
+        super().__init__(device_type, dtype, enabled, kept)
         self._entering, self._another, self._regions = entering, another, regions
 
     @uncompiled
@@ -236,7 +236,7 @@ class FullPrecision:
         for parameter, inside in self._inside.items():
             before = self._aside.get(parameter)
             gradients = [self._low.get(parameter, before), inside] if self._counts else [before]
-            present = [gradient.to(parameter.dtype) for gradient in gradients if gradient is not None]
+            present = [each.to(dtype_of_gradient(parameter)) for each in gradients if each is not None]
             parameter.grad = present[0] + present[1] if len(present) == 2 else (present[0] if present else None)
         self.begun, self._counts, self._exports = False, False, None
         self._aside, self._inside, self._low = {}, {}, {}

@@ -17,7 +17,7 @@ from ..compiling import traced_by_callers, uncompiled
 from ..errors import SessionError
 from ..frameworks import unwrap
 from ..kernels import clip_values_
-from ..ledger import Gradients, Masters, clear_gradients, gradients_of
+from ..ledger import Gradients, Masters, clear_gradients, dtype_of_gradient, gradients_of
 from ..modules import Conversion
 from ..optim import FusedOptimizer
 from ..policy import Policy
@@ -116,7 +116,8 @@ class Session:
         active = enabled and self._has_regions
         again = functools.partial(Session.autocast, self, enabled)
         dtype = self.policy.compute if active else None
-        return SessionRegion(self.device_type, dtype, active, self._entering, again, self._regions)
+        kept = None if self.policy.params is torch.float32 else False  # of a master that is in place for a moment
+        return SessionRegion(self.device_type, dtype, active, kept, self._entering, again, self._regions)
 
     @uncompiled
     def _entering(self) -> None:
@@ -242,8 +243,7 @@ class Session:
             name: Which of the session's losses gives the scale.
             create_graph: Whether the gradients can be differentiated again.
         """
-        if self._closed:
-            raise SessionError(_CLOSED)
+        self._check_open()
         scale = self._losses[self._losses.named(name)]
         wanted = (inputs,) if isinstance(inputs, Tensor) else inputs
         scaled = self._masters.grad(scale.scale(outputs), wanted, create_graph)
@@ -448,7 +448,8 @@ class Session:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore what `state_dict` gave; before or after the model's and the optimizer's own state.
 
-        Masters may have been kept in another form (`master=` of the optimizer); then load the model's state first.
+        Masters may have been kept in another form (`master=` of the optimizer); then load the model's state first. Also
+        if parameters are frozen now that had masters: they take the values of these.
 
         Args:
             state: A `state_dict` of a session with the same policy.
@@ -460,8 +461,7 @@ class Session:
         check_state(state, str(self.policy), self._losses)
         for each in self._optimizers.values():
             self._gradients.forget(each)
-        self._masters.rename(self._named())
-        self._masters.load(state["masters"])
+        self._masters.load(state["masters"], self._named())
         self._losses.load_state_dict(state["losses"])
         self._attempts, self._losses.skips = int(state["steps"]), Skips(int(state["skipped"]))
         self._steps.loads += 1
@@ -485,7 +485,7 @@ class Session:
             conversion.undo()
         self._masters.restore()
         for parameter, gradient in true.items():
-            parameter.grad = gradient.to(parameter.dtype)
+            parameter.grad = gradient.to(dtype_of_gradient(parameter))
         self._steps.take_states_back()
         self._release_kernels()
         self._rates.restore()

@@ -51,11 +51,9 @@ class OptimizerSteps:
     ) -> None:  # fmt: skip
         self.others = OtherLeaves(optimizers, conversions)
         self.optimizers = list(optimizers)
-        """Those of the session."""
         self._gradients, self._masters = gradients, masters
         self._losses, self._pending, self._full = losses, pending, full
         self.skip = skip
-        """One of `SKIPS`."""
         self.wrappers: dict[Optimizer, Any] = {}
         """What a framework returned for optimizers, where it is another object."""
         self.loads = 0
@@ -115,9 +113,11 @@ class OptimizerSteps:
         try:
             for each, record in zip(chosen, records, strict=True):
                 skipped.append(self.take(each, record.reading.found))
-        finally:
-            for each in chosen:
-                self._gradients.forget(each)
+        except BaseException:
+            self._gradients.rest()  # as they were, since the step may be tried again
+            raise
+        for each in chosen:
+            self._gradients.forget(each)
         read = reduce(Reading.merged, map(_READING, records))
         return parameters, read, norm, None if None in skipped else any(skipped)
 
