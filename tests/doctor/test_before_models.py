@@ -132,3 +132,15 @@ def test_what_is_compiled_after_the_optimizer_was_made_stays_compiled() -> None:
             model(prepare(torch.ones(2, 4)).float()).sum().backward()
             optimizer.step()
     assert len(ran) == 3
+
+
+def test_a_script_that_keeps_all_that_it_casts_is_not_kept_a_second_time() -> None:
+    """A replay buffer of small float16 tensors."""
+    from preamp.doctor.follow import precision
+    from preamp.doctor.follow.watch import Watch
+
+    kept, model = [], nn.Linear(2, 1)
+    with preamp.doctor.watch(model):
+        kept += [torch.ones(2).half() for _ in range(precision.TABLES + 9)]
+        watch = Watch.of_this_process()
+        assert watch is not None and len(watch.run.tape.readings.casts) == precision.TABLES < len(kept)

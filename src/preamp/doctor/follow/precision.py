@@ -23,6 +23,8 @@ _PARALLEL = WRAPPERS - {"OptimizedModule", "_LightningModuleWrapperBase", "_Fabr
 
 TABLE = 1 << 14
 """Numbers of a tensor up to which it is a table."""
+TABLES = 4096
+"""So many are remembered at a time: a script may keep every small tensor that it casts."""
 
 
 class Precision:
@@ -112,9 +114,10 @@ class Precision:
         out = original(tensor, *args, **kwargs)
         low = isinstance(out, Tensor) and out.dtype in LOW_DTYPES and not tensor.is_complex()
         new = low and out is not tensor and not out.is_inference() and has_shadow(out)
-        if new and out.numel() <= TABLE and not self._run.is_ours:
+        casts = self._run.tape.readings.casts
+        if new and out.numel() <= TABLE and len(casts) < TABLES and not self._run.is_ours:
             with self._run.clock, torch.no_grad(), _disable_current_modes():
-                self._run.tape.readings.casts[out] = out._version, tensor.detach().to(WIDE), users_line()
+                casts[out] = out._version, tensor.detach().to(WIDE), users_line()
         return out
 
     def _compile(self, original: Any, *args: Any, **kwargs: Any) -> Any:
