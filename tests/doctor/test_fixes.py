@@ -11,10 +11,20 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from preamp.doctor.shadow.remedies import Remedy, candidates
-from preamp.doctor.shadow.source import Function, Reading, Readings, frame_of, in_float32, read_in, statement_at
+from preamp.doctor.shadow.source import (
+    Function,
+    Reading,
+    Readings,
+    default_of,
+    frame_of,
+    in_float32,
+    read_in,
+    statement_at,
+)  # fmt: skip
 
 from .. import forks
 from ..sick.expect import HERE, disease, doctor
@@ -138,7 +148,9 @@ def test_a_statement_in_float32(
         ("y = x.exp().to(x.dtype)", "y = x.float().exp().float()"),
         ("y = x.to(h)", "y = x.float()"),
         ("y = (x + z).half() * z", "y = (x.float() + z).float() * z"),
-        ("y = x.half() + z.type_as(x)", None),
+        ("y = x.half() + z.type_as(x)", "y = x.float() + z.float()"),
+        ("y = x.half() + z.to(device)", "y = x.float() + z.to(device)"),
+        ("y = x.half().to(z)", None),
         ("y = x + z", "y = x.float() + z"),
     ],
 )
@@ -248,14 +260,20 @@ def test_the_text_of_a_remedy(tmp_path: Path) -> None:
     assert "net.norm -> full" in str(Remedy(module="net.norm").text("cpu", {}))
 
 
+def test_the_epsilon_that_a_function_of_torchs_has_by_default() -> None:
+    torchs = (F.normalize, F.cosine_similarity, F.linear, F.relu)
+    assert [default_of(each) for each in torchs] == [1e-12, 1e-8, None, None]
+
+
 def test_the_order_in_which_remedies_are_tried() -> None:
     here, before, other = ("f.py", 3), ("f.py", 2), ("f.py", 9)
     found = list(candidates([here, before], [here, other], [1e-8, 2.0, 1 - 1e-6], "m", True))
     assert found[0] == Remedy(module="m")
     assert found[1] == Remedy((here,))
     assert found[2:4] == [Remedy((here,), casts="only"), Remedy((here,), casts="dropped")]
-    assert found[4] == Remedy((here,), ((1e-8, 1e-4), (1 - 1e-6, 1 - 1e-4)))
-    assert Remedy((here, other)) in found and Remedy((before,)) in found and Remedy((here, before)) in found
+    changed = Remedy((here,), ((1e-8, 1e-4), (1 - 1e-6, 1 - 1e-4)))
+    for as_it_is in (Remedy((here, other)), Remedy((before,)), Remedy((here, before))):
+        assert found.index(as_it_is) < found.index(changed), "another epsilon computes another thing"
     assert len(set(found)) == len(found)
     assert Remedy(module="m") not in list(candidates([here], [], [], "m", False))
 

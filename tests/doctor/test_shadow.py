@@ -43,10 +43,9 @@ def watched(
     step: Callable[[], Any], model: nn.Module | None = None, limit: float = math.inf
 ) -> tuple[Shadowed, list[Fact]]:
     """A step with shadows, and the facts of it."""
-    facts: list[Fact] = []
-    shadowed = Shadowed(lambda fact, _: facts.append(fact), limit)
+    shadowed = Shadowed(limit)
     observed(step, [shadowed], model)
-    return shadowed, facts
+    return shadowed, shadowed.facts
 
 
 def facts_of(step: Callable[[], Any], model: nn.Module | None = None) -> list[Fact]:
@@ -170,7 +169,7 @@ def test_beyond_the_limit_errors_are_followed_a_module_at_a_time() -> None:
         def after(self, _: Any) -> None:
             largest.append(shadowed.shadows._bytes)
 
-    shadowed = Shadowed(lambda *_: None, 500)
+    shadowed = Shadowed(500)
     observed(lambda: model(x), [shadowed, Kept()], model)
     assert not shadowed.shadows.whole
     assert max(largest[3:]) < 1000, "one module's: a weight, its cast, an input and a result"
@@ -286,6 +285,10 @@ def test_hidden() -> None:
     (fact,) = facts_of(lambda: torch.full((8,), 300.0, dtype=HALF).square().reciprocal())
     assert (fact.kind, fact.op, fact.hidden_by) == ("not finite", "pow", "reciprocal")
     assert fact.code == "PA201"
+    sigma = torch.cat([torch.full((63,), 9.0), torch.full((1,), 700.0)]).half()
+    (fact,) = facts_of(lambda: sigma / (sigma**2 + 1).sqrt())
+    assert (fact.op, fact.hidden_by) == ("pow", "div"), "one entry of many is all wrong"
+    assert facts_of(lambda: 1 / (sigma**2 + 1)) == [], "nearly nothing, beside the others"
     assert facts_of(lambda: 1 / (1 + torch.full((8,), 12.0, dtype=HALF).exp())) == [], "a sigmoid written by hand"
 
 
@@ -411,7 +414,7 @@ def test_silent(name: str) -> None:
 
 
 def test_gradients_are_off_however_small_they_are() -> None:
-    shadowed, small = Shadowed(lambda *_: None), torch.full((64,), 1e-30, dtype=BF16)
+    shadowed, small = Shadowed(), torch.full((64,), 1e-30, dtype=BF16)
     shadowed.shadows.of(small).mul_(2)
     shadowed.gradients_came([small, None])
     assert shadowed.gradients_off == pytest.approx(0.5)
@@ -680,7 +683,7 @@ def _trained(how: str, observe: bool) -> list[Tensor]:
 
     for _ in range(3):
         if observe:
-            shadowed = Shadowed(lambda *_: None)
+            shadowed = Shadowed()
             observed(step, [shadowed, changes], model)
             assert shadowed.operators > 40
         else:

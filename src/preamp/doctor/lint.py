@@ -158,7 +158,7 @@ def _observe(
         found: list[Finding] = []
         report, trails = Listeners(checks(), found.append), Trails()
         observers: list[Observer] = [kind() for kind in kinds_of(Observer)]
-        observers += [products, trails, Shadowed(lambda fact, _: report(Deviated(fact)))]
+        observers += [products, trails, shadowed := Shadowed()]
         for observer in observers:
             observer.begin(dict(names.items()))
         stream = Stream(lambda: places, Clock())
@@ -177,6 +177,8 @@ def _observe(
             if policy.has_regions and not had_rules:
                 autocast.uninstall()
     origin = trails.origin_of(t for t in tensors(out) if _left_the_range(t))
+    for fact in shadowed.facts:
+        report(Deviated(fact))
     found += [*found_by(observers), *([] if origin is None else [origin.finding()])]
     if ended is not None and not _is_refusal(found):
         module = names.raised_in(ended)

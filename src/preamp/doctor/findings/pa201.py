@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from ...report import Finding
-from ..records import Rank
+from ..records import Line, Rank
 from ..shadow.facts import Fact, spelled
 from .check import Check, on
 from .events import Deviated
@@ -96,6 +96,8 @@ class Diagnosis:
     """Whether the loss scale alone brings it about."""
     samples: Sequence[int] = ()
     """Positions along the first dimension of the input that holds a value that is not finite."""
+    cast: tuple[Line, float] | None = None
+    """Where the script cast to float16 what came in, and the largest number that it cast."""
     fact: Fact | None = None
     """What went wrong before it, or there: float32 would have got it right."""
     fix: str | None = None
@@ -127,6 +129,17 @@ class Diagnosis:
                 f"it so; {spelled(self.origin.op)} is the first to compute with it"
             )
             found = replace(found, code="PA201", message=message)
+        if self.cast is not None:
+            (file, line), largest = self.cast
+            what = "numbers" if source is None else f"buffer {source!r}, numbers"
+            message = (
+                f"{what} up to {largest:.5g}, cast to float16 at line {line}: its largest is 65504, they become "
+                f"infinite, and {spelled(self.origin.op)} is the first to compute with them"
+            )
+            fix = f"# scale or bound them before the cast at line {line}, or leave them in float32"
+            found = replace(found, code="PA201", message=message, fix=fix)
+            if source is None:
+                found = replace(found, file=file, line=line, module=None, op="a cast")
         if self.samples:
             found = replace(found, evidence={**_evidence(found), "entries of the batch": list(self.samples)})
         return found

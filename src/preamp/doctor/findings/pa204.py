@@ -14,6 +14,9 @@ UNCHANGED = 0.5
 DECAY = 2e-4
 """Weight decay of one step from which it is a warning that it is lost: it takes 2 % of a weight in a hundred steps."""
 
+LEVELS = {"fp16": "O2", "bf16": "O5"}
+"""Levels with masters."""
+
 
 class PA204(Check):
     """16-bit weights that an optimizer's step, or its weight decay, does not move."""
@@ -32,7 +35,7 @@ class PA204(Check):
             "info" if slight else "warning",
             f"{share:.0%} of {total} {dtype} weights stay what they are where {what} them in float32: "
             f"{'a factor so near 1' if decay else 'the change'} {kept}",
-            "session = preamp.prepare(model.float(), optimizer, level='O5')  # float32 masters\n"
+            f"session = preamp.prepare(model.float(), optimizer, level={LEVELS[dtype]!r})  # float32 masters\n"
             "# or preamp.optim with stochastic rounding",
             module=event.module,
             op=type(event.optimizer).__name__,

@@ -17,7 +17,6 @@ from .check import Check
 NEAR_TOP = FP16.max / 4
 """Two bits below float16's largest number."""
 _NO_RESULTS = UNINITIALISED | {"full", "fill"}
-_FILLS = frozenset({"masked_fill", "where", "clamp", "clamp_min", "clamp_max", "index_fill", "add", "mul", "sub"})
 
 
 class PA205(Check):
@@ -39,7 +38,7 @@ class Tops(Observer):
         if not any(t.dtype is torch.float16 for t in call.inputs):
             return  # a cast: the number is older than this line
         key, top = (call.module, call.at), float(out.abs().max())
-        if top == FP16.max and call.base in _FILLS:
+        if top >= NEAR_TOP and FP16.max in {top, *(float(t.abs().max()) for t in call.inputs if t.numel())}:
             return  # torch.finfo(dtype).min as a mask: meant to be there
         if max(NEAR_TOP, self._tops.get(key, 0.0)) <= top <= FP16.max:
             room = round(math.log2(FP16.max / top), 2)

@@ -45,7 +45,10 @@ class PA212(Check):
         self._told.add(event.at)
         share = event.stayed / event.moved
         of_one = event.moved <= event.times  # a sum, of one number
-        if event.op in ("mul", "lerp") or event.parameters or (event.moved >= TENSOR and not of_one):
+        if event.buffer is not None:
+            name = f"model.{event.module}.{event.buffer}" if event.module else f"model.{event.buffer}"
+            what, fix = "numbers of a buffer", f"{name} = {name}.float()  # after the cast of the model"
+        elif event.op in ("mul", "lerp") or event.parameters or (event.moved >= TENSOR and not of_one):
             what, fix = (
                 "numbers of an average",
                 "average = copy.deepcopy(model).float()  # averages of weights in float32",

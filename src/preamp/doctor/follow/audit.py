@@ -6,7 +6,7 @@ Nothing is changed and nothing is run twice.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -21,7 +21,7 @@ from ..operators import Observer, Products
 from ..places import users_line
 from ..shadow.absorbed import Changes
 from ..shadow.execution import Shadowed
-from ..shadow.facts import Absorbed, Fact, GradientSpread
+from ..shadow.facts import Absorbed, GradientSpread
 from .precision import regions_entered
 from .run import Run
 from .scales import is_well_known
@@ -56,14 +56,9 @@ class Recomputation:
 class Look:
     """All observers of one step that is looked at operator by operator."""
 
-    def __init__(
-        self, run: Run, keeps_casts: Callable[[], bool], is_library: Callable[[], bool], *, replayed: bool = False
-    ) -> None:
-        self.facts: list[Fact] = []
-        """What the shadows showed."""
+    def __init__(self, run: Run, handled: Handled, shadowed: Shadowed, *, replayed: bool = False) -> None:
         self.modules = dict(run.names.items())
-        self.products, self.handled = Products(), Handled(run.names, keeps_casts, is_library)
-        self.shadowed = Shadowed(lambda fact, _: self.facts.append(fact), readings=run.tape.readings)
+        self.products, self.handled, self.shadowed = Products(), handled, shadowed
         finders: list[Observer] = [kind() for kind in kinds_of(Observer)]
         self.observers = [*finders, self.products, self.handled, self.shadowed]
         for observer in self.observers:

@@ -9,7 +9,6 @@ from torch import nn
 from ..replay.tape import Tape
 from ..shadow.absorbed import Changes
 from ..shadow.execution import Shadowed
-from ..shadow.facts import Fact
 from .audit import emit_changes
 from .run import Run
 
@@ -29,7 +28,6 @@ class Evaluation:
         self._changes = Changes()
         """What is changed in place, in all of its model calls: what adds up there may stop late."""
         self._tape = Tape(run.stream, run.tape.readings)
-        self._facts: list[Fact] = []
         self._turn = -1
         """The turn of the last one."""
 
@@ -39,7 +37,7 @@ class Evaluation:
             if self._looks >= LOOKS or self._run.turn == self._turn:
                 return None
             self._looks, self._calls, self._turn = self._looks + 1, 0, self._run.turn
-            self._shadowed = Shadowed(lambda fact, _: self._facts.append(fact), readings=self._tape.readings)
+            self._shadowed = Shadowed(readings=self._tape.readings)
             self._changes = Changes()
             self._run.stream.add(self._shadowed, self._changes, inside=module)
         self._calls += 1
@@ -59,7 +57,7 @@ class Evaluation:
         shadowed, self._shadowed = self._shadowed, None
         if shadowed is None:
             return
-        run, facts = self._run, [*self._facts, *shadowed.read_out]
+        run, facts = self._run, [*shadowed.facts, *shadowed.read_out]
         self._tape.close_window()
         run.stream.remove(shadowed, self._changes)
         emit_changes(self._changes, run, run.step)
@@ -67,4 +65,3 @@ class Evaluation:
         run.tell(facts, trials, in_session=False)
         run.recorder.write("evaluation", step=run.step, **shadowed.told())
         self._tape.clear()
-        self._facts.clear()

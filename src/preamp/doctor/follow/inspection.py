@@ -16,12 +16,13 @@ from ...tree import tensors
 from ..findings.check import without_repeats
 from ..findings.events import Deviated, Observed, Prepared, RanInThread
 from ..findings.pa202 import row_of
+from ..handled import Handled
 from ..measure import key_of
 from ..names import unwrapped
 from ..operators import Stream, found_by
 from ..places import Places
 from ..shadow.absorbed import Changes
-from ..shadow.execution import OFF
+from ..shadow.execution import OFF, Shadowed
 from ..shadow.facts import GradientsRead
 from ..shadow.values import gradients_beside
 from .audit import Look, audit, dtypes_of, emit_changes
@@ -62,6 +63,7 @@ class Inspection:
         """A model is about to run, in this turn of its optimizer; its call has begun already."""
         run = self._run
         self.evaluation.end()
+        before = self._run.stop_waiting()
         if turn != self._turn:
             self._close_changes()
         if self.every is None:
@@ -78,7 +80,9 @@ class Inspection:
             self._changes, self._changes_in = Changes(), run.step
         if self._look is None and self._is_close(turn):
             if not compiled:
-                self._look = Look(run, lambda: self._precision.keeps_casts, lambda: self._scales.is_library)
+                run.shadowed = before or Shadowed(readings=run.tape.readings)
+                run.shadowed.between = False
+                self._look = Look(run, self._handled(), run.shadowed)
                 run.stream.add(*self._look.observers, inside=module)
             elif turn != self._again_in:
                 self._again_in, self._again = turn, True
@@ -92,6 +96,21 @@ class Inspection:
             self._telemetry.in_backward = False
             self._telemetry.open()
             self._telemetry.regions = regions
+
+    def wait(self, turn: int) -> None:
+        """The script goes on to the batch of this turn, without a model yet: data, times and masks are made."""
+        run = self._run
+        if self.every is not None and run.shadowed is None and self._is_close(turn) and not self._precision.compiled:
+            run.shadowed = Shadowed(readings=run.tape.readings, between=True)
+            run.stream.add(run.shadowed)
+
+    def evaluate(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        """A model is about to run without gradients."""
+        self._run.stop_waiting()
+        return self.evaluation.model_called(module, args, kwargs)
+
+    def _handled(self) -> Handled:
+        return Handled(self._run.names, lambda: self._precision.keeps_casts, lambda: self._scales.is_library)
 
     @property
     def looks(self) -> bool:
@@ -127,7 +146,8 @@ class Inspection:
     def _replay_observed(self, loss: Tensor, scale: float) -> None:
         """Replay a step of compiled code, as written and with autograd, and observe that; `scale`: on this loss."""
         tape, names = self._run.tape, self._run.names
-        look = Look(self._run, lambda: False, lambda: False, replayed=True)
+        handled = Handled(names, lambda: False, lambda: False)
+        look = Look(self._run, handled, Shadowed(readings=tape.readings), replayed=True)
         places = Places(names.known, names.owners, Inspection._replay_observed.__code__)
         stream = Stream(lambda: places, self._run.clock)
         if self._telemetry is not None:
@@ -230,6 +250,8 @@ class Inspection:
     def close(self) -> None:
         """End the inspection, and record what there is."""
         self.evaluation.end()
+        if (before := self._run.stop_waiting()) is not None:
+            self._run.tell(before.facts, None, in_session=False)
         self._judge()
         self._close_changes()
         self.attempted()
@@ -248,7 +270,7 @@ class Inspection:
 
     def _judge(self) -> None:
         """Stop observing operators, and report what they showed."""
-        seen, self._look = self._look, None
+        seen, self._look, self._run.shadowed = self._look, None, None
         if seen is None:
             return
         run, scales = self._run, self._scales
@@ -263,7 +285,7 @@ class Inspection:
             findings = tuple(replace(one, file=file, line=line) for one, (file, line) in placed)
         for finding in findings:
             run.report(finding)
-        facts = [one for one in seen.facts if one.place.direction == "forward" or one.kind == "made"]
+        facts = [one for one in seen.shadowed.facts if one.place.direction == "forward" or one.kind == "made"]
         facts = facts[:FACTS]
         run.recorder.write("shadow", step=run.step, **seen.shadowed.told())
         adds_up = not facts and seen.shadowed.gradients_off >= OFF and not run.bad

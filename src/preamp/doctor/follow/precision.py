@@ -23,6 +23,8 @@ _PARALLEL = WRAPPERS - {"OptimizedModule", "_LightningModuleWrapperBase", "_Fabr
 
 TABLE = 1 << 14
 """Numbers of a tensor up to which it is a table."""
+TABLES = 4096
+"""So many are remembered at a time: a script may keep every small tensor that it casts."""
 
 
 class Precision:
@@ -108,13 +110,14 @@ class Precision:
         return original(module, *args, **kwargs)
 
     def _cast_tensor(self, original: Any, tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
-        """Remember what a table was before the script cast it, until the first step is over."""
+        """Remember what the script cast outside of models, where it is small: a table, a batch of indices."""
         out = original(tensor, *args, **kwargs)
-        low = isinstance(out, Tensor) and out.dtype in LOW_DTYPES and tensor.is_floating_point()
+        low = isinstance(out, Tensor) and out.dtype in LOW_DTYPES and not tensor.is_complex()
         new = low and out is not tensor and not out.is_inference() and has_shadow(out)
-        if new and out.numel() <= TABLE and self._run.turn == 0:
+        casts = self._run.tape.readings.casts
+        if new and out.numel() <= TABLE and len(casts) < TABLES and not self._run.is_ours:
             with self._run.clock, torch.no_grad(), _disable_current_modes():
-                self._run.tape.readings.casts[out] = out._version, tensor.detach().to(WIDE)
+                casts[out] = out._version, tensor.detach().to(WIDE), users_line()
         return out
 
     def _compile(self, original: Any, *args: Any, **kwargs: Any) -> Any:
@@ -122,6 +125,7 @@ class Precision:
         module = args[0] if args and isinstance(args[0], nn.Module) else None
         # After, as Module.compile() comes down to compiling a function.
         self.compiled = "function" if module is None else "module"
+        self._run.stop_waiting()  # compiled code would run as written where a mode is on, and for good
         if original.__name__ == "compile" and out is None and module is not None:
             self._follow_compiled(module)
         return out

@@ -25,6 +25,7 @@ from ..places import Places, raised_at
 from ..records import NOWHERE, Line, Recorder, shown_path
 from ..replay.tape import Tape
 from ..replay.trials import Trials
+from ..shadow.execution import Shadowed
 from ..shadow.facts import Absorbed, Fact
 from ..shadow.source import Readings
 
@@ -46,6 +47,8 @@ class Run:
         """Attempts to step, taken or skipped, by the optimizer's id."""
         self.losses: list[Tensor] = []
         """What went back in this step."""
+        self.shadowed: Shadowed | None = None
+        """Shadows of this step, if it is looked at."""
         self.counters: dict[Line, Absorbed] = {}
         """What counts in 16 bits, by line, as it was seen last."""
         self.backward_at = self.stepped_at = NOWHERE
@@ -104,6 +107,15 @@ class Run:
     def trials(self, losses: Sequence[Tensor] = (), seed: float = 1.0, tape: Tape | None = None) -> Trials:
         """What does this step again, or that of another tape; `seed`: the gradient that backward began with."""
         return Trials(tape or self.tape, self.names, self.parameters(), losses, seed)
+
+    def stop_waiting(self) -> Shadowed | None:
+        """Follow no more of what the script does before its models run; what was followed, if anything."""
+        shadowed = self.shadowed
+        if shadowed is None or not shadowed.between:
+            return None
+        self.stream.remove(shadowed)
+        self.shadowed = None
+        return shadowed
 
     def tell(self, facts: Iterable[Fact], trials: Trials | None, in_session: bool) -> None:
         """Tell of facts, each with a fix that was tried; `trials`: None where the step is not to be done again."""

@@ -126,10 +126,11 @@ class Steps:
         """A step may begin with it."""
         run = self._run
         run.optimizers[id(optimizer)] = optimizer
-        if not run.names.models and run.is_own:
+        if not run.attempts and run.is_own:
             with run.clock:
-                run.names.search([optimizer])
-                self._open_without_model(0)
+                if not run.names.models:
+                    run.names.search([optimizer])
+                self._await_step(0)
 
     def forget(self, key: int) -> None:
         """An optimizer that is gone had this id."""
@@ -137,9 +138,11 @@ class Steps:
         self._examined.discard(key)
         self._without_masters.discard(key)
 
-    def _open_without_model(self, turn: int) -> None:
+    def _await_step(self, turn: int) -> None:
         """Bare parameters and functions call no model that could be waited for: a step begins where the last ended."""
-        if not self._run.names.models and self._inspection.every is not None:
+        if self._run.names.models:
+            self._inspection.wait(turn)
+        elif self._inspection.every is not None:
             self._inspection.open(turn, None)
             self._run.tape.open_window()
 
@@ -227,7 +230,7 @@ class Steps:
             self._awaits_attempt = False
             run.losses.clear()
             run.tape.clear()
-            self._open_without_model(run.turn)
+            self._await_step(run.turn)
 
     def _stop_at_limit(self) -> None:
         """Leave the script where it has just stepped. Not from a hook while an error is under way, nor at the end."""

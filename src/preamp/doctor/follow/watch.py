@@ -144,7 +144,7 @@ class Watch:
             return
         call = None
         with self.run.clock:
-            call = self._inspection.evaluation.model_called(module, args, kwargs)
+            call = self._inspection.evaluate(module, args, kwargs)
         if call is None:
             return
         self.run.in_model = True

@@ -206,7 +206,7 @@ class Tape(Observer):
 
         Without `masks`, -inf does not count: it is what attention masks are made of.
         """
-        for tensor in self._inputs():
+        for tensor in self.inputs():
             if not tensor.is_floating_point() or not tensor.dim():
                 continue
             values = tensor.detach()
@@ -215,7 +215,7 @@ class Tape(Observer):
                 return tuple(int(i) for i in sick.reshape(tensor.shape[0], -1).any(dim=1).nonzero().flatten()[:16])
         return ()
 
-    def _inputs(self) -> Iterator[Tensor]:
+    def inputs(self) -> Iterator[Tensor]:
         """The script's own tensors that went in: of the models' calls, then of the loss."""
         for entry in self._entries:
             if isinstance(entry, (ModelCall, Op)):

@@ -26,7 +26,7 @@ from .tape import Tape
 
 BETTER, MUCH_BETTER = 0.5, 0.1
 """What is left of an error after a remedy that helps, at the most; the second of one that is still large."""
-TRIALS = 10
+TRIALS = 12
 """Remedies that are tried for one fact."""
 LINES = 4
 """Lines that are tried where no operator is to blame."""
@@ -49,7 +49,6 @@ class Outcome:
     error: float
     """Relative error of the gradients, or of the losses where there are none; infinite where they are not finite."""
     shadowed: Shadowed
-    facts: tuple[Fact, ...]
 
     def at(self, fact: Fact) -> float:
         """Relative error of what is computed at the line of a fact, infinite where that is not finite."""
@@ -62,7 +61,7 @@ class Outcome:
     @property
     def places(self) -> set[Line]:
         """The lines of the facts, and of what is not finite though float32 is."""
-        return {one.place.at for one in self.facts} | {place.at for place, _ in self.shadowed.broke}
+        return {one.place.at for one in self.shadowed.facts} | {place.at for place, _ in self.shadowed.broke}
 
 
 class Trials:
@@ -83,8 +82,8 @@ class Trials:
 
     def again(self, remedy: Remedy | None, without: float = 1.0) -> Outcome:
         """Do it again, `without` a scale that is on it. What raises an error is not finite."""
-        tape, names, facts = self._tape, self._names, list[Fact]()
-        shadowed, trails = Shadowed(lambda fact, _: facts.append(fact), readings=tape.readings), Trails()
+        tape, names = self._tape, self._names
+        shadowed, trails = Shadowed(readings=tape.readings), Trails()
         trails.begin(dict(names.items()))
         places = Places(names.get, names.owners, Trials.again.__code__)
         stream = Stream(lambda: places, Clock())
@@ -107,7 +106,7 @@ class Trials:
             except Exception:
                 raised = True
             put_back_leaves(trails.leaves)
-            return _judged(made, grads, shadowed, origin, tuple(facts), raised)
+            return _judged(made, grads, shadowed, origin, raised)
 
     def _back(self, losses: list[Tensor], seed: float) -> list[Tensor]:
         """Gradients without hooks on their accumulation, such as DistributedDataParallel's, where that can be had."""
@@ -127,6 +126,10 @@ class Trials:
         if self.plain is None:
             return None, "the step cannot be done again, so no fix was tried"
         line = fact.place.at
+        if line not in self.plain.places and all(place.at != line for place in self.plain.shadowed.errors):
+            text = Remedy((line,)).text(self._device, self._tape.readings)
+            why = "not tried: the line runs outside of what can be done again"
+            return f"{text}\n# {why}" if text is not None and ".float()" in text else None, why
         constants = sorted(set(self.plain.shadowed.constants.get(line, ())))
         lines = [line, *(each for each in fact.lines if each != line)]
         best: tuple[float, str, str] | None = None
@@ -198,7 +201,6 @@ def _judged(
     grads: list[Tensor],
     shadowed: Shadowed,
     origin: Origin | None,
-    facts: tuple[Fact, ...],
     raised: bool,
 ) -> Outcome:
     with torch.no_grad():
@@ -209,4 +211,4 @@ def _judged(
         gradient = math.sqrt(sum(float(g.detach().double().square().sum()) for g in grads)) if finite else math.inf
         error = shadowed.gradients_off if grads else max((relative_error(*pair) for pair in shadows), default=0.0)
         error = error if finite else math.inf
-    return Outcome(finite, raised, meant, origin, gradient, error, shadowed, facts)
+    return Outcome(finite, raised, meant, origin, gradient, error, shadowed)

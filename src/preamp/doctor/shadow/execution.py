@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...formats import FP16, name_of
+from ...formats import FP16, LOW_DTYPES, name_of
 from ...tree import PLAIN, map_tensors
 from ..measure import key_of
-from ..operators import Call, Observer, tensors_of
+from ..operators import Call, Observer, base_of, tensors_of
 from ..places import UNINITIALISED, Place, is_view
 from ..records import Line
 from .facts import Fact, Kind, spelled
@@ -46,7 +46,11 @@ _MOVES = frozenset({
 })  # fmt: skip
 """Operators that put numbers elsewhere and change none."""
 _CASTS = frozenset({"_to_copy", "copy"})
+_FROM_WHOLE = frozenset({"_to_copy", "scalar_tensor", "arange", "linspace", "logspace"})
+"""Operators that make floating numbers of whole ones, or of numbers that are no tensors."""
 _RIGHT = (0.0, "", "")
+BETWEEN = 10_000
+"""Operators between two steps that are followed."""
 _ADDS = frozenset({"add", "clamp_min", "clamp", "maximum"})
 """Operators that keep a denominator from zero."""
 _MEANT = frozenset({"exp", "expm1"})
@@ -56,25 +60,23 @@ _ADD_UP = frozenset({
     "convolution_backward", "native_layer_norm_backward", "native_batch_norm_backward", "_log_softmax_backward_data",
 })  # fmt: skip
 """Operators that add up terms of both signs: what is left may be of no weight beside them."""
-
-
 _ENLARGE = {"sqrt": 0, "rsqrt": 0, "reciprocal": 0, "log": 0, "log2": 0, "log10": 0, "div": 1}
 """Operators that make much of what is nearly nothing, and which argument that is."""
 
 
 class Shadowed(Observer):
-    """Follows every operator with shadows and hands facts on, each with its call.
+    """Follows every operator with shadows and keeps facts.
 
-    `limit`: bytes that shadows may take, as `Shadows` has it; `readings`: where what statements read is kept.
+    `limit`: bytes that shadows may take, as `Shadows` has it; `readings`: where what statements read is kept;
+    `between`: no model of the step has run yet, and only what has to do with 16 bits is followed.
     """
 
     everywhere = True
 
-    def __init__(
-        self, found: Callable[[Fact, Call | None], None], limit: float | None = None, readings: Readings | None = None
-    ) -> None:
+    def __init__(self, limit: float | None = None, readings: Readings | None = None, *, between: bool = False) -> None:
         self.readings = Readings() if readings is None else readings
-        self._found, self.shadows = found, Shadows(limit, self.readings.casts)
+        self.shadows, self.between = Shadows(limit, self.readings.casts), between
+        self._seen_between = 0
         self.skipped: Counter[str] = Counter()
         """Operators that could not run on shadows, and how often."""
         self.operators = 0
@@ -99,11 +101,23 @@ class Shadowed(Observer):
         """What left nearly nothing of large terms: wrong, and harmless until something divides by it."""
         self._trail: dict[int, tuple[Line, tuple[int, ...]]] = {}
         """By storage, the line that wrote it last and the storages that it read."""
-        self._reported: set[Any] = set()
+        self._facts: dict[Any, Fact] = {}
+
+    def wants(self, func: Any, args: Any, kwargs: Any) -> bool:
+        """Whether an operator is followed."""
+        if not self.between:
+            return True
+        self._seen_between += 1
+        if self._seen_between > BETWEEN:
+            return False
+        dtypes = {kwargs.get("dtype"), *(t.dtype for t in tensors_of(args))}
+        return not dtypes.isdisjoint(LOW_DTYPES) or (base_of(func) in _FROM_WHOLE and _default_is_low())
 
     def before(self, call: Call) -> None:
         """Run the operator on the shadows of what it is about to read."""
         self._wide = None
+        if not self.wants(call.func, call.args, call.kwargs):
+            return
         if call.base == "_local_scalar_dense":
             self._read(call)
         if call.place.module != self._module:
@@ -173,8 +187,10 @@ class Shadowed(Observer):
                 return dtype if value in SHADOWED else value
             return map_tensors(wide, value)
 
-        out = call.func(*map(wide, call.args), **{name: wide(value) for name, value in call.kwargs.items()})
-        return [*tensors_of((out,))]
+        kwargs = {name: wide(value) for name, value in call.kwargs.items()}
+        if call.base in _FROM_WHOLE and kwargs.get("dtype") is None and _default_is_low():
+            kwargs["dtype"] = dtype
+        return [*tensors_of((call.func(*map(wide, call.args), **kwargs),))]
 
     def _nudged(self, call: Call) -> list[Tensor]:
         """What the operator gives, computed in float64, for inputs that are a rounding of float32 beside the right
@@ -207,13 +223,18 @@ class Shadowed(Observer):
         if error > self.errors.get(call.place, _RIGHT)[0]:
             self.errors[call.place] = error, call.base, name_of(out.dtype)
         constant = _misfit(call, out, exact)
+        finite = bool(out.isfinite().all())
+        read = [t for t in call.inputs if has_shadow(t) and id(t) not in written]
+        came = finite and cause is not None and cause.kind == "not finite"
+        hides = came and not all(bool(t.isfinite().all()) for t in read)
+        if hides and cause is not None and cause.op not in _MEANT and max(error, _most_off(out, exact)) >= OFF:
+            self._report(replace(cause, hidden_by=call.base))
         if error < OFF and constant is None:
             self.causes.pop(key, None)
             return
-        read = [t for t in call.inputs if has_shadow(t) and id(t) not in written]
         if constant is not None:
             kind: Kind = "lost" if abs(constant) < 1 else "not finite"
-            self._report(replace(self._fact(kind, call, out, error, 0.0, read), constant=constant), call)
+            self._report(replace(self._fact(kind, call, out, error, 0.0, read), constant=constant))
         if error < OFF:
             self.causes.pop(key, None)
             return
@@ -221,10 +242,7 @@ class Shadowed(Observer):
             self.causes[key] = cause
             self._enlarged(call)
         off = max(map(self._error_of, read), default=0.0)
-        finite = bool(out.isfinite().all())
         if not all(bool(t.isfinite().all()) for t in read):
-            if finite and cause is not None and cause.kind == "not finite" and cause.op not in _MEANT:
-                self._report(replace(cause, hidden_by=call.base), call)
             return
         blamed = max(off, before) <= AGREES and (not finite or self._is_off(call, out, exact, read))
         if not blamed or not self._float32_decides(call, exact):
@@ -243,7 +261,7 @@ class Shadowed(Observer):
             kind = "lost"
         self.causes[key] = fact = self._fact(kind, call, out, error, off, read)
         if finite:
-            self._report(fact, call)
+            self._report(fact)
         else:
             self.broke.append((call.place, fact))
 
@@ -261,7 +279,7 @@ class Shadowed(Observer):
         small = call.args[position] if position is not None and position < len(call.args) else None
         cause = self.causes.get(key_of(small)) if isinstance(small, Tensor) else None
         if cause is not None and cause in self._small and call.place.direction == "forward":
-            self._report(cause, call)
+            self._report(cause)
 
     def gradients_came(self, gradients: Iterable[Tensor | None]) -> None:
         """Gradients of parameters: if they are off as a whole, what left nearly nothing and leads there is at fault."""
@@ -279,7 +297,7 @@ class Shadowed(Observer):
         self.gradients_off = math.sqrt(off / size) if size else 0.0
         for cause, wrong in share.items() if off >= OFF**2 * size else ():
             if cause in self._small and wrong >= off / 2:
-                self._report(cause, None)
+                self._report(cause)
 
     def _fact(self, kind: Kind, call: Call, out: Tensor, error: float, off: float, read: list[Tensor]) -> Fact:
         largest = max((float(t.detach().abs().max()) for t in read if t.numel()), default=0.0)
@@ -308,12 +326,15 @@ class Shadowed(Observer):
             if cause is not None and cause.kind == "not finite" and not bool(tensor.isfinite()):
                 self.read_out.setdefault(cause)
 
-    def _report(self, fact: Fact, call: Call | None) -> None:
-        """Hand a fact on, once for each place."""
+    def _report(self, fact: Fact) -> None:
+        """Keep a fact, once for each place."""
         key = (fact.kind, fact.op, fact.place.file, fact.place.line, fact.place.module, fact.place.direction)
-        if key not in self._reported:
-            self._reported.add(key)
-            self._found(fact, call)
+        self._facts.setdefault(key, fact)
+
+    @property
+    def facts(self) -> list[Fact]:
+        """What was found so far."""
+        return [*self._facts.values()]
 
     def _float32_decides(self, call: Call, exact: Tensor) -> bool:
         tried = self._nudged(call)
@@ -328,7 +349,7 @@ class Shadowed(Observer):
         off = max(map(self._error_of, read))
         tried = [t for t in self._nudged(call) if t.dtype is out.dtype and t.shape == out.shape]
         if off < OFF and tried and share_differing(tried[0], exact) < DECIDES:
-            self._report(self._fact("decided", call, out, share, off, read), call)
+            self._report(self._fact("decided", call, out, share, off, read))
 
     def _is_off(self, call: Call, out: Tensor, exact: Tensor, read: list[Tensor]) -> bool:
         """Whether entries are off whose own inputs are right: of operators that compute each entry by itself."""
@@ -370,11 +391,21 @@ def _follows(call: Call) -> bool:
         return False
     if torch.Tag.nondeterministic_seeded in func.tags:
         return False
-    return any(map(has_shadow, call.given)) or base in ("_to_copy", "scalar_tensor")
+    return any(map(has_shadow, call.given)) or base in _FROM_WHOLE
+
+
+def _default_is_low() -> bool:
+    return torch.get_default_dtype() in LOW_DTYPES
+
+
+def _most_off(out: Tensor, exact: Tensor) -> float:
+    """The largest error of an entry beside the largest entry: one of many may be all wrong."""
+    largest = float(exact.abs().max()) if exact.numel() else 0.0
+    return float((out.detach().to(WIDE) - exact).abs().max()) / largest if 0 < largest < math.inf else 0.0
 
 
 def _rounded(shadow: Tensor, seed: int) -> Tensor:
-    """A shadow in float64, each number off by chance by as much as float32 rounds; whole numbers are as they are."""
+    """A shadow in float64, each number off by chance by as much as float32 rounds; but for counts, which are exact."""
     chance = torch.Generator(shadow.device).manual_seed(seed)
     wide = shadow.to(torch.float64)
     off = torch.rand(wide.shape, dtype=torch.float64, device=wide.device, generator=chance).sub_(0.5).mul_(2.0**-23)

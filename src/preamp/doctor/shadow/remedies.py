@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field
@@ -17,7 +16,7 @@ from ...tree import map_tensors, tensors
 from ..operators import base_of
 from ..places import Place, Places, walk
 from ..records import Line
-from .source import CASTS, Function, Reading, cast_back, in_float32, statement_at, without_cast
+from .source import CASTS, Function, Reading, cast_back, default_of, in_float32, statement_at, without_cast
 
 _CASTS = CASTS | {"float", "double", "__get__", "__set__", "__set_item__"}
 """Functions that say a dtype, or ask for one: they mean it."""
@@ -111,15 +110,16 @@ def candidates(
     small = [c for c in constants if 0 < abs(c) < _SMALL]
     near = [c for c in constants if 0 < 1 - abs(c) < 2.0**-9]
     chains = [tuple(lines[:1]), tuple(broken[:4]), tuple(lines[1:2]), tuple(lines[:2])]
-    for chain in dict.fromkeys(chain for chain in chains if chain):
+    chains = [*dict.fromkeys(chain for chain in chains if chain)]
+    for chain in chains:
         yield Remedy(chain)
         if len(chain) == 1:
             yield Remedy(chain, casts="only")
         yield Remedy(chain, casts="dropped")
+    for chain in chains if small or near else ():  # last: what is computed is another thing then
         for new in (1e-4, 1e-3, 1e-2) if chain[0] == lines[0] and len(chain) < 3 else ():
             changed = [(c, new) for c in small] + [(c, (1 - new) * (1 if c > 0 else -1)) for c in near]
-            if changed:
-                yield Remedy(chain, tuple(changed))
+            yield Remedy(chain, tuple(changed))
     if function is not None:
         yield Remedy((function.caller,), within=function)
 
@@ -167,10 +167,7 @@ class Applied(TorchFunctionMode):
         args = [map_tensors(wide, self._remedy.constant(each)) for each in args]
         kwargs = {key: map_tensors(wide, self._remedy.constant(each)) for key, each in kwargs.items()}
         if self._remedy.constants and "eps" not in kwargs:
-            try:
-                default = inspect.signature(func).parameters["eps"].default
-            except (KeyError, TypeError, ValueError):
-                return args, kwargs
+            default = default_of(func)
             if self._remedy.constant(default) is not default and len(args) <= 3:
                 kwargs["eps"] = self._remedy.constant(default)
         return args, kwargs

@@ -84,9 +84,10 @@ class Statement:
     def casts(self) -> list[tuple[ast.Call, ast.expr]]:
         """Calls that may cast, each with what it casts."""
         called = [node for node in ast.walk(self.node) if isinstance(node, ast.Call)]
-        return [
+        found = [
             (one, one.func.value) for one in called if isinstance(one.func, ast.Attribute) and one.func.attr in CASTS
         ]
+        return [(call, of) for call, of in found if len(found) == 1 or not _names_device(call)]
 
     def numbers(self) -> list[ast.Constant]:
         """The floating numbers that stand in it."""
@@ -168,7 +169,14 @@ class Readings(dict[Line, Reading]):
     def __init__(self) -> None:
         super().__init__()
         self.casts: Any = WeakTensorKeyDictionary()
-        """Small 16-bit tensors of before the first step, each with its version and what it was cast from."""
+        """Small 16-bit tensors that were cast outside of models: a version, what each was cast from, the line."""
+
+    def overflowed(self) -> tuple[Line, float] | None:
+        """Where finite numbers were cast to float16 and became infinite, and the largest of them."""
+        for tensor, (version, exact, line) in self.casts.items():
+            if version == tensor._version and bool(tensor.isinf().any()) and bool(exact.isfinite().all()):
+                return line, float(exact.abs().max())
+        return None
 
     def note(self, line: Line) -> None:
         """Remember what the statement at this line reads, if it runs now."""
@@ -270,15 +278,31 @@ def in_float32(
 
 
 def without_cast(statement: Statement) -> str | None:
-    """The statement with what it casts in float32 instead; None where it casts nothing, or more than once."""
-    casts = statement.casts()
-    return statement.rewritten({call: f"{_operand(of)}.float()" for call, of in casts}) if len(casts) == 1 else None
+    """The statement with what it casts in float32 instead; None where it casts nothing, or casts what was cast."""
+    changes: dict[ast.expr, str] = {call: f"{_operand(of)}.float()" for call, of in statement.casts()}
+    nested = any(node in changes for call in changes for node in ast.walk(call) if node is not call)
+    return statement.rewritten(changes) if changes and not nested else None
 
 
 def _operand(node: ast.expr) -> str:
     """Its text, for a dot behind it."""
     text = ast.unparse(node)
     return text if isinstance(node, (ast.Name, ast.Attribute, ast.Call, ast.Subscript)) else f"({text})"
+
+
+def _names_device(call: ast.Call) -> bool:
+    """Whether what it converts to is a device, by its name."""
+    return any("device" in ast.unparse(each) or isinstance(each, ast.Constant) for each in call.args)
+
+
+def default_of(function: Any, name: str = "eps") -> Any:
+    """The default of a function's argument, from its signature or torch's schema of it; None where neither says."""
+    try:
+        return inspect.signature(function).parameters[name].default
+    except (KeyError, TypeError, ValueError):
+        default = getattr(getattr(torch.ops.aten, getattr(function, "__name__", ""), None), "default", None)
+        arguments = () if default is None else default._schema.arguments
+        return next((each.default_value for each in arguments if each.name == name), None)
 
 
 def cast_back(statement: Statement, text: str, dtype: torch.dtype) -> str | None:
@@ -295,12 +319,8 @@ def _with_default(text: str, old: float, new: float) -> str | None:
     for call in ast.walk(ast.parse(text)):
         name = call.func.attr if isinstance(call, ast.Call) and isinstance(call.func, ast.Attribute) else ""
         function = getattr(torch.nn.functional, name, None)
-        if callable(function) and isinstance(call, ast.Call) and not any(k.arg == "eps" for k in call.keywords):
-            try:
-                default = inspect.signature(function).parameters["eps"].default
-            except (KeyError, TypeError, ValueError):
-                continue
-            if default == old:
-                spelled = ast.unparse(call)
-                return text.replace(spelled, f"{spelled[:-1]}, eps={new:g})") if spelled in text else None
+        is_given = isinstance(call, ast.Call) and any(k.arg == "eps" for k in call.keywords)
+        if callable(function) and not is_given and default_of(function) == old:
+            spelled = ast.unparse(call)
+            return text.replace(spelled, f"{spelled[:-1]}, eps={new:g})") if spelled in text else None
     return None

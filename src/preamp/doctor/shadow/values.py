@@ -14,6 +14,7 @@ from torch.nn import Parameter
 
 from ..measure import key_of, spread_of, values_here
 from ..names import Names
+from ..records import Line
 from .facts import GradientSpread
 
 WIDE = torch.float32
@@ -42,10 +43,10 @@ class Shadows:
 
     `limit`: bytes that all shadows may take; None for half of what the device has left when the first one is made.
     Beyond it they are let go where another module begins: then errors are followed through a module at a time.
-    `casts`: tensors that have no shadow yet, each with its version and what it was cast from.
+    `casts`: tensors that have no shadow yet, each with its version, what it was cast from, and where.
     """
 
-    def __init__(self, limit: float | None, casts: Mapping[Tensor, tuple[int, Tensor]]) -> None:
+    def __init__(self, limit: float | None, casts: Mapping[Tensor, tuple[int, Tensor, Line]]) -> None:
         self._limit, self._casts = limit, casts
         self._of: dict[int, tuple[torch.dtype, Tensor, StorageWeakRef]] = {}
         self._bytes = 0
@@ -74,7 +75,7 @@ class Shadows:
         flat = flat.set_(tensor.untyped_storage(), 0, (_size(tensor),), (1,)).to(WIDE, copy=True)
         self._keep(tensor, flat)
         made = flat.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
-        version, exact = self._casts.get(tensor, (None, tensor))
+        version, exact, _ = self._casts.get(tensor, (None, tensor, None))
         return made.copy_(exact) if version is not None and version == tensor._version else made
 
     def error(self, value: Tensor, shadow: Tensor) -> float:

@@ -1,0 +1,146 @@
+"""What a script makes before its models run belongs to the step: batches that were cast, times, masks, weights."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import preamp
+from preamp.report import Finding
+
+HALF, BF16 = torch.float16, torch.bfloat16
+
+
+class Tagger(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(9000, 8), nn.Linear(8, 1)
+        self.register_buffer("low", torch.tensor(-1e9))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return torch.as_tensor(self.head(self.embed(ids.long())))
+
+
+def found(step: Callable[[nn.Module, int], Tensor], steps: int = 3, dtype: torch.dtype | None = None) -> list[Finding]:
+    """What is found in a few steps of this loss, errors first."""
+    torch.manual_seed(0)
+    model = Tagger()
+    with preamp.doctor.watch(model) as seen:
+        model = model if dtype is None else model.to(dtype)
+        optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+        for number in range(steps):
+            loss = step(model, number)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+    return [one for one in seen.findings if one.code in ("PA114", "PA201", "PA207")]
+
+
+def line_of(function: Any, text: str) -> int:
+    lines, start = inspect.getsourcelines(function)
+    return next(start + offset for offset, line in enumerate(lines) if text in line)
+
+
+def test_ids_that_were_cast_with_the_batch() -> None:
+    def step(model: nn.Module, number: int) -> Tensor:
+        batch = {"ids": torch.randint(0, 8900, (64,)).to(BF16 if is_cast else torch.long)}
+        return torch.as_tensor(model(batch["ids"])).square().mean()
+
+    is_cast = True
+    (finding,) = found(step)
+    assert (finding.code, finding.severity) == ("PA114", "error")
+    assert finding.line == line_of(Tagger.forward, "ids.long()")
+    is_cast = False
+    assert found(step) == []
+
+
+@pytest.mark.parametrize("first", [0, 2])
+def test_a_batch_that_float16_does_not_hold_is_no_bad_data(first: int) -> None:
+    def step(model: nn.Module, number: int) -> Tensor:
+        price = torch.full((4, 1), 9e4 if number >= first else 1.0).half()  # here
+        return F.huber_loss(torch.as_tensor(model(torch.arange(4))), price.float())
+
+    (finding,) = found(step)
+    assert (finding.code, finding.line) == ("PA201", line_of(step, "# here"))
+    assert "90000" in finding.message and "65504" in finding.message
+
+
+def test_a_buffer_that_a_cast_of_its_module_made_infinite() -> None:
+    def step(model: nn.Module, number: int) -> Tensor:
+        return torch.as_tensor(model(torch.arange(4)) + 0 * model.low).sum()  # here
+
+    (finding,) = found(step, dtype=HALF)
+    assert (finding.code, finding.line) == ("PA201", line_of(step, "# here"))
+    assert "'low'" in finding.message and f"line {line_of(found, 'model.to(dtype)')}" in finding.message
+
+
+@pytest.mark.parametrize("shows", [True, False])
+def test_what_was_computed_before(shows: bool) -> None:
+    """Infinities that reach the loss, in every step, and those of which a division makes zeros, in a look."""
+
+    def step(model: nn.Module, number: int) -> Tensor:
+        sigma = torch.tensor([[1.0], [10.0], [300.0], [700.0]], dtype=HALF)
+        square = sigma**2  # here
+        weight = (square + 1) / square if shows else sigma / (square + 1).sqrt()
+        return torch.as_tensor(weight.float() * model(torch.arange(4))).sum()
+
+    (finding,) = found(step)
+    assert (finding.code, finding.line) == ("PA201", line_of(step, "# here"))
+    assert "sigma.float()**2" in str(finding.fix) and "# not tried" in str(finding.fix)
+
+
+@pytest.mark.parametrize("dtype", [BF16, None])
+def test_times_of_a_factory(dtype: torch.dtype | None) -> None:
+    """The numbers of `linspace` and `arange` are known, also where 16 bits are only the default."""
+
+    def step(model: nn.Module, number: int) -> Tensor:
+        times = torch.linspace(0, 999, 100, dtype=dtype)
+        return torch.as_tensor(model(times.round().long())).float().mean()  # here
+
+    before = torch.get_default_dtype()
+    try:
+        torch.set_default_dtype(before if dtype else BF16)
+        (finding,) = found(step)
+    finally:
+        torch.set_default_dtype(before)
+    assert (finding.code, finding.line) == ("PA114", line_of(step, "# here"))
+
+
+def test_what_is_compiled_after_the_optimizer_was_made_stays_compiled() -> None:
+    """A dispatch mode that is on where compiled code is called makes it run as written."""
+    ran: list[int] = []
+
+    def backend(graph: Any, _: Any) -> Any:
+        def run(*given: Any) -> Any:
+            ran.append(1)
+            return graph(*given)
+
+        return run
+
+    torch.compiler.reset()
+    model = nn.Linear(4, 1)
+    with preamp.doctor.watch(model):
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        prepare: Any = torch.compile(lambda x: (x + 1).half(), backend=backend)
+        for _ in range(3):
+            model(prepare(torch.ones(2, 4)).float()).sum().backward()
+            optimizer.step()
+    assert len(ran) == 3
+
+
+def test_a_script_that_keeps_all_that_it_casts_is_not_kept_a_second_time() -> None:
+    """A replay buffer of small float16 tensors."""
+    from preamp.doctor.follow import precision
+    from preamp.doctor.follow.watch import Watch
+
+    kept, model = [], nn.Linear(2, 1)
+    with preamp.doctor.watch(model):
+        kept += [torch.ones(2).half() for _ in range(precision.TABLES + 9)]
+        watch = Watch.of_this_process()
+        assert watch is not None and len(watch.run.tape.readings.casts) == precision.TABLES < len(kept)
