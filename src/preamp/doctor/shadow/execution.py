@@ -223,9 +223,8 @@ class Shadowed(Observer):
         if error > self.errors.get(call.place, _RIGHT)[0]:
             self.errors[call.place] = error, call.base, name_of(out.dtype)
         constant = _misfit(call, out, exact)
-        finite = bool(out.isfinite().all())
         read = [t for t in call.inputs if has_shadow(t) and id(t) not in written]
-        came = finite and cause is not None and cause.kind == "not finite"
+        came = cause is not None and cause.kind == "not finite" and bool(out.isfinite().all())
         hides = came and not all(bool(t.isfinite().all()) for t in read)
         if hides and cause is not None and cause.op not in _MEANT and max(error, _most_off(out, exact)) >= OFF:
             self._report(replace(cause, hidden_by=call.base))
@@ -241,7 +240,7 @@ class Shadowed(Observer):
         if cause is not None:
             self.causes[key] = cause
             self._enlarged(call)
-        off = max(map(self._error_of, read), default=0.0)
+        off, finite = max(map(self._error_of, read), default=0.0), bool(out.isfinite().all())
         if not all(bool(t.isfinite().all()) for t in read):
             return
         blamed = max(off, before) <= AGREES and (not finite or self._is_off(call, out, exact, read))
@@ -267,7 +266,7 @@ class Shadowed(Observer):
 
     def _off_by(self, call: Call, out: Tensor, exact: Tensor) -> float:
         """The relative error of a result; of a running sum, the error in terms of what is added."""
-        error = self.shadows.error(out, exact)
+        error = relative_error(out, exact)
         if call.base == "cumsum" and math.isfinite(error) and call.inputs:
             terms = self.shadows.of(call.inputs[0])
             error *= float(torch.linalg.vector_norm(exact)) / (float(torch.linalg.vector_norm(terms)) or 1.0)

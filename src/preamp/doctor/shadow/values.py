@@ -50,7 +50,6 @@ class Shadows:
         self._limit, self._casts = limit, casts
         self._of: dict[int, tuple[torch.dtype, Tensor, StorageWeakRef]] = {}
         self._bytes = 0
-        self._scratch = torch.empty(0, dtype=WIDE)
         self._sweep_at = 256
         self.whole = True
         """Whether all shadows of the step are kept."""
@@ -77,19 +76,6 @@ class Shadows:
         made = flat.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
         version, exact, _ = self._casts.get(tensor, (None, tensor, None))
         return made.copy_(exact) if version is not None and version == tensor._version else made
-
-    def error(self, value: Tensor, shadow: Tensor) -> float:
-        """As `relative_error`, in float32 and in memory that is there already: new pages take longer than numbers."""
-        count = value.numel()
-        if self._scratch.numel() < count or self._scratch.device != value.device:
-            self._scratch = torch.empty(count, dtype=WIDE, device=value.device)
-        here = self._scratch[:count].view(value.shape)
-        size = float(torch.linalg.vector_norm(shadow))
-        held = _HELD[0] < size < _HELD[1]
-        value = value.detach()
-        here = torch.sub(value, shadow, out=here) if value.dtype is WIDE else here.copy_(value).sub_(shadow)
-        off = float(torch.linalg.vector_norm(here)) if held else math.nan
-        return off / size if math.isfinite(off) else relative_error(value, shadow)
 
     def _keep(self, tensor: Tensor, flat: Tensor) -> None:
         if self._limit is None:
@@ -153,11 +139,13 @@ def relative_error(value: Tensor, shadow: Tensor) -> float:
     """
     if not value.numel():
         return 0.0
-    value = value.detach()
+    value, size = value.detach(), float(torch.linalg.vector_norm(shadow))
+    if _HELD[0] < size < _HELD[1] and math.isfinite(off := float(torch.linalg.vector_norm(value - shadow))):
+        return off / size
     size = float(torch.linalg.vector_norm(shadow, dtype=torch.float64))
     if not math.isfinite(size):
         return 0.0
-    off = float(torch.linalg.vector_norm(value.to(torch.float64, copy=True).sub_(shadow)))
+    off = float(torch.linalg.vector_norm(value.double() - shadow))
     if math.isnan(off):
         return math.inf
     return off / size if size else (0.0 if off == 0 else math.inf)
