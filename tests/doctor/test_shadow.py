@@ -414,6 +414,30 @@ def test_silent(name: str) -> None:
     assert not shadowed.broke or "float32" not in name
 
 
+@pytest.mark.parametrize("dtype", [HALF, BF16, torch.float32])
+def test_bytes_that_a_forward_pass_left_are_not_for_the_shadows(dtype: torch.dtype) -> None:
+    """They are of one dtype's kernel: another one's would read and write beside them."""
+    net, x = nn.LSTM(16, 24, batch_first=True), torch.randn(4, 8, 16)
+    given, ran = [], []
+
+    class Kept(Shadowed):
+        def after(self, call: Any) -> None:
+            given.extend([call.base] if any(t.dtype is torch.uint8 for t in call.given) else [])
+            super().after(call)
+
+        @staticmethod
+        def _run(call: Any, shadow: Any, dtype: torch.dtype) -> list[Tensor]:
+            ran.append(call.base)
+            return Shadowed._run(call, shadow, dtype)
+
+    def step() -> None:
+        with preamp.autocast("cpu", dtype, enabled=dtype is not torch.float32):
+            net(x)[0].float().square().mean().backward()
+
+    observed(step, [Kept()], net)
+    assert given and ran and not set(given) & set(ran)
+
+
 def test_gradients_are_off_however_small_they_are() -> None:
     shadowed, small = Shadowed(), torch.full((64,), 1e-30, dtype=BF16)
     shadowed.shadows.of(small).mul_(2)
