@@ -148,5 +148,5 @@ def test_what_it_refuses(tmp_path: Path) -> None:
         attach(low, "O5")
     rounded = trainer_of(bert().bfloat16(), "preamp", tmp_path, sentences(), 8)
     attach(rounded, "O5")
-    with pytest.raises(PolicyError, match=r"is bf16 and .* load the model with from_pretrained\(..., dtype=torch.float32\)"):
+    with pytest.raises(PolicyError, match=r"is bf16 and .* with from_pretrained\(..., dtype=torch.float32\)"):
         rounded.train()
