@@ -96,8 +96,8 @@ def restore_autocast(device_type: str, before: tuple[Any, ...]) -> None:
 class SessionRegion(autocast):
     """A region whose rules end when the session is closed.
 
-    `kept`: whether casts of weights are kept, which refer to these. `entering`: called as the region begins, but not in
-    compiled code. `another`: makes a region like this one. `regions`: those of its session that are open.
+    `kept`: whether torch keeps casts of weights, each with a reference to its weight. `entering`: called as it begins,
+    but not in compiled code. `another`: makes a region like this one. `regions`: those of its session that are open.
     """
 
     _lingers = False
