@@ -11,6 +11,11 @@ from ...report.finding import Severity
 from ..records import NOWHERE, Line, Rank
 from .events import Deviated, Raised
 
+BY_SESSION = (
+    "session.backward(loss)  # in place of loss.backward()\n"
+    "session.step()  # in place of optimizer.step(); or session.step(optimizer)"
+)
+"""What a loop says once a session is prepared."""
 Listener = Callable[[Any], Iterable[Finding]]
 
 

@@ -8,13 +8,12 @@ from typing import Any
 
 from ...report import Finding
 from ..records import NOWHERE, Rank
-from .check import Check, on
+from .check import BY_SESSION, Check, on
 from .events import LossNotScaled, StepBegins
 from .pa203 import longest_without_update
 
 _UPDATE = "scaler.step(optimizer)\nscaler.update()  # once a step"
-_BY_SESSION = "session.backward(loss)  # in place of loss.backward()"
-_STEP_BY_SESSION = "session.step()  # in place of optimizer.step(); or session.step(optimizer)"
+_STEP_BY_SESSION = BY_SESSION.partition("\n")[2]
 _BY_SCALER = "scaler.scale(loss).backward()\nscaler.step(optimizer)\nscaler.update()"
 
 
@@ -47,7 +46,7 @@ class PA107(Check):
             "was called by itself, and the session keeps float32 masters",
             "loss.backward() and optimizer.step() pass by the session, which scales losses and steps float32 masters: "
             "what the optimizer would write into the 16-bit copies is lost",
-            f"{_BY_SESSION}\n{_STEP_BY_SESSION}",
+            BY_SESSION,
         ),
     )
 
@@ -64,9 +63,9 @@ class PA107(Check):
             why = "the session was prepared without a loss scale"
             fix = "session = preamp.prepare(model, optimizer, level='O2')  # and no scale=: it is dynamic then"
         elif event.has_half_session:
-            fix = f"{_BY_SESSION}: it multiplies by the loss scale\nsession.step()"
+            fix = f"{BY_SESSION}\n# session.backward multiplies by the loss scale"
         elif event.has_half_parameters:  # whose gradients torch's scaler refuses to unscale
-            fix = f"session = preamp.prepare(model.float(), optimizer, level='O2')\n{_BY_SESSION}\n{_STEP_BY_SESSION}"
+            fix = f"session = preamp.prepare(model.float(), optimizer, level='O2')\n{BY_SESSION}"
         elif event.is_scaled_elsewhere:
             fix = "scaler.scale(loss).backward()  # each loss: scaler.step() divides all gradients by the scale"
         yield self.finding(

@@ -15,7 +15,7 @@ from ...modules import CastingModule, is_norm
 from ...policy import Policy
 from ...report import Finding
 from ..records import NOWHERE, Line
-from .check import Check, on
+from .check import BY_SESSION, Check, on
 from .events import Examined, FirstStep, WithoutMasters
 
 
@@ -62,7 +62,7 @@ class PA111(Check):
             f"{by or 'the optimizer'} steps {_listed(names)} in float16, without float32 masters: an update below "
             "2**-12 of a weight changes nothing",
             "session = preamp.prepare(model.float(), optimizer, level='O2')  # float32 masters\n"
-            "# or leave the model in float32, under torch.autocast",
+            f"{BY_SESSION}\n# or leave the model in float32, under torch.autocast",
             module=module,
             op=by,
             at=at,

@@ -8,7 +8,7 @@ from ...report import Finding
 from ..shadow.facts import Absorbed
 from .check import Check, on
 from .events import Deviated
-from .pa212 import IN_VAIN
+from .pa212 import IN_VAIN, in_float32
 
 
 class PA114(Check):
@@ -40,9 +40,7 @@ class PA114(Check):
             "error",
             f"{name} is {event.dtype} and no longer counts: {event.by:g} is added and it stays what it is, as every "
             f"count does in {event.dtype} before it reaches {stops} times that",
-            f"module.{event.buffer} = module.{event.buffer}.float()  # after the cast of the model"
-            if event.buffer
-            else "counter = torch.zeros((), dtype=torch.long)  # whole numbers, which no cast touches",
+            in_float32(event) or "# count in whole numbers, which no cast touches: torch.zeros((), dtype=torch.long)",
             module=event.module,
             op=event.op,
             at=event.at,

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from ...report import Finding
 from ..shadow.facts import Absorbed
-from .check import Check, on
+from .check import BY_SESSION, Check, on
 
 UNCHANGED = 0.5
 """Share of the numbers that would have moved in float32 and did not, from which it is reported."""
@@ -36,7 +36,7 @@ class PA204(Check):
             f"{share:.0%} of {total} {dtype} weights stay what they are where {what} them in float32: "
             f"{'a factor so near 1' if decay else 'the change'} {kept}",
             f"session = preamp.prepare(model.float(), optimizer, level={LEVELS[dtype]!r})  # float32 masters\n"
-            "# or preamp.optim with stochastic rounding",
+            f"{BY_SESSION}\n# or an optimizer of preamp.optim, which rounds by chance",
             module=event.module,
             op=type(event.optimizer).__name__,
             at=event.at,

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from ...report import Finding
 from ..shadow.facts import Absorbed
-from .check import Check, on
+from .check import BY_SESSION, Check, on
 
 FROZEN = 0.5
 """Share of the second moments that a step leaves as they were, from which it is reported. In float32, or with a beta2
@@ -27,6 +27,7 @@ class PA211(Check):
             f"a step left {share:.0%} of {event.moved} second moments as they were, and in float32 they move: "
             f"{event.dtype} cannot hold changes as small as 1 - beta2 of them, so they hardly fall any more",
             "session = preamp.prepare(model.float(), optimizer, level='O5')  # masters and moments in float32\n"
+            f"{BY_SESSION}\n"
             "# or preamp.optim.AdamW in place of torch.optim.AdamW",
             module=event.module,
             op=type(event.optimizer).__name__,

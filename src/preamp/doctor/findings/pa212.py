@@ -5,9 +5,12 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 
+from torch import Tensor
+
 from ...report import Finding
 from ..records import Line
 from ..shadow.facts import Absorbed
+from ..shadow.source import going_on_in_float32, statement_at
 from .check import Check, on
 
 STAYS = 0.9
@@ -18,6 +21,12 @@ IN_VAIN = 16
 """Additions in a row without effect, up to the last, after which a sum has stopped, too."""
 TENSOR = 16
 """Numbers from which one look is enough. A single number stays now and then, and has to stay in two looks."""
+
+_GRADIENTS = (
+    "for parameter in model.parameters():  # where the optimizer steps float32 masters\n"
+    "    parameter.grad_dtype = torch.float32\n"
+    "# or session = preamp.prepare(model.float(), optimizer, level='O4')  # float32 gradients"
+)
 
 
 class PA212(Check):
@@ -45,16 +54,14 @@ class PA212(Check):
         self._told.add(event.at)
         share = event.stayed / event.moved
         of_one = event.moved <= event.times  # a sum, of one number
+        fix = in_float32(event)
         if event.buffer is not None:
-            name = f"model.{event.module}.{event.buffer}" if event.module else f"model.{event.buffer}"
-            what, fix = "numbers of a buffer", f"{name} = {name}.float()  # after the cast of the model"
+            what = "numbers of a buffer"
         elif event.op in ("mul", "lerp") or event.parameters or (event.moved >= TENSOR and not of_one):
-            what, fix = (
-                "numbers of an average",
-                "average = copy.deepcopy(model).float()  # averages of weights in float32",
-            )
+            what = "numbers of an average"
+            fix = fix or "# keep the average in float32: copy.deepcopy(model).float()"
         else:
-            what, fix = "a sum", "total = total + x.detach().float()  # or x.item(): sums in float32"
+            what, fix = "a sum", fix or "# add up in float32: what is added as .float(), to a sum in float32"
         stays = "numbers stay what they are at this line, and in float32 they move"
         if of_one:
             stays = "additions leave it as it is at this line, and in float32 it moves"
@@ -76,11 +83,26 @@ class PA212(Check):
             "warning",
             f"a gradient that is added up in {event.dtype}, {event.times} additions in this step, is {event.error:.0%} "
             "off from the same sum in float32: what comes late is less than half of what it can tell apart",
-            "session = preamp.prepare(model.float(), optimizer, level='O4')  # float32 gradients\n"
-            "# or add up in float32: for m, p in zip(masters, model.parameters()): m.grad.add_(p.grad); p.grad = None",
+            _GRADIENTS if hasattr(Tensor, "grad_dtype") else _GRADIENTS.partition("\n# or ")[2],
             module=event.module,
             op=event.op,
             direction="backward",
             at=event.at,
             evidence={"error of the sum": round(event.error, 3), "dtype": event.dtype, "additions": event.times},
         )
+
+
+def in_float32(event: Absorbed) -> str | None:
+    """What to write for the buffer or parameters that change at a line, or in place of it; None where it is no sum."""
+    tried = f"# tried: from the same numbers on, in float32, all {event.moved} move"
+    if event.buffer is not None:
+        name = event.buffer
+        return (
+            "for part in model.modules():  # after the cast of the model\n"
+            f"    if hasattr(part, {name!r}):\n        part.{name} = part.{name}.float()\n{tried}"
+        )
+    if event.parameters and event.module:
+        return f"model.get_submodule({event.module!r}).float()  # after the cast of the model\n{tried}"
+    statement = statement_at(event.at)
+    text = None if statement is None else going_on_in_float32(statement, event.adds_tensor)
+    return None if text is None else f"{text}\n{tried}"

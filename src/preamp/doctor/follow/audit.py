@@ -91,7 +91,8 @@ def emit_changes(changes: Changes, run: Run, step: int) -> None:
 
 def _find_owners(event: Absorbed, run: Run) -> None:
     names = run.names
-    event.parameters = parameters = [p for p in names.parameters() if key_of(p) in event.storages]
+    held = {id(p): p for _, part in names.items() for p in part._parameters.values() if p is not None}
+    event.parameters = parameters = [p for p in held.values() if key_of(p) in event.storages]
     counts = {id(p): event.storages[key_of(p)] for p in parameters}
     stuck = [p for p in parameters if 2 * counts[id(p)][1] >= counts[id(p)][0]]
     event.module = names.common(stuck or parameters) if parameters else event.place.module

@@ -26,7 +26,7 @@ from .tape import Tape
 
 BETTER, MUCH_BETTER = 0.5, 0.1
 """What is left of an error after a remedy that helps, at the most; the second of one that is still large."""
-TRIALS = 12
+TRIALS = 16
 """Remedies that are tried for one fact."""
 LINES = 4
 """Lines that are tried where no operator is to blame."""
@@ -193,7 +193,8 @@ def _instead_of(remedy: Remedy, line: Line) -> str:
     others = sorted(number for _, number in remedy.lines if number is not None)
     if remedy.lines in ((), (line,)):
         return ""
-    return f"# in place of line{'s' if len(others) > 1 else ''} {' and '.join(map(str, others))}:\n"
+    *first, last = map(str, others)
+    return f"# in place of lines {', '.join(first)} and {last}:\n" if first else f"# in place of line {last}:\n"
 
 
 def _judged(

@@ -156,6 +156,7 @@ class Changes(Observer):
             by = call.args[1] if len(call.args) > 1 else None
             scalar = isinstance(by, (int, float)) or (isinstance(by, Tensor) and by.dim() == 0)
             count.by = float(by) if scalar and by is not None else None
+            count.adds_tensor = isinstance(by, Tensor)
             count.last = weakref.ref(tensor)
 
     def _made_of(self, tensor: Tensor) -> dict[int, tuple[Absorbed, ...]]:

@@ -112,6 +112,8 @@ class Absorbed:
     """How many times in a row, up to the last, nothing moved that would have moved in float32."""
     by: float | None = None
     """A constant that was added, or multiplied by."""
+    adds_tensor: bool = False
+    """Whether that was a tensor, or several numbers."""
     last: Callable[[], Tensor | None] = lambda: None
     """The tensor that it changed last, if it is alive."""
     storages: dict[int, tuple[int, int]] = field(default_factory=dict)

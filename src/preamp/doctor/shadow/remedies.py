@@ -109,7 +109,7 @@ def candidates(
         yield Remedy(module=module)
     small = [c for c in constants if 0 < abs(c) < _SMALL]
     near = [c for c in constants if 0 < 1 - abs(c) < 2.0**-9]
-    chains = [tuple(lines[:1]), tuple(broken[:4]), tuple(lines[1:2]), tuple(lines[:2])]
+    chains = [tuple(lines[:1]), tuple(broken[:4]), tuple(lines[1:2]), tuple(lines[:2]), tuple(lines[:3])]
     chains = [*dict.fromkeys(chain for chain in chains if chain)]
     for chain in chains:
         yield Remedy(chain)
@@ -142,7 +142,8 @@ class Applied(TorchFunctionMode):
         at, module = walk(None).source, self._module()
         if self._remedy.casts != "kept" and _casts(name, args, kwargs) and self._remedy.covers(at, module):
             return args[0].float()
-        if name in CASTS or not self._remedy.computes(at, module):
+        as_another = any(isinstance(each, Tensor) for each in args[1:])  # which is float32 by the remedy
+        if (name in CASTS and not as_another) or not self._remedy.computes(at, module):
             return self._beside(func, args, kwargs)
         args, kwargs = self._given(func, args, kwargs)
         with no_autocast():

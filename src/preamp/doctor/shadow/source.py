@@ -24,6 +24,7 @@ CASTS = frozenset({"to", "half", "bfloat16", "type", "type_as"})
 """Methods that may cast to 16 bits."""
 _NOT_WITHIN = frozenset({"backward", "step", "grad", "autocast"})
 """What a function does that has a precision of its own, or none."""
+_SIGNS = {ast.Add: "+", ast.Sub: "-"}
 _SIMPLE = (ast.Assign, ast.AugAssign, ast.AnnAssign, ast.Return, ast.Expr)
 
 
@@ -34,6 +35,7 @@ class Statement:
     node: ast.stmt
     lines: tuple[str, ...]
     """Its lines as they stand."""
+    file: str = ""
 
     def reads(self) -> dict[str, list[ast.expr]]:
         """The names that it reads ("x", "self.scale"), with where they stand. Of `x.t()` it reads x."""
@@ -137,7 +139,7 @@ def statement_at(line: Line) -> Statement | None:
     if found is None:
         return None
     lines = linecache.getlines(file)[found.lineno - 1 : found.end_lineno]
-    return Statement(found, tuple(line.rstrip("\n") for line in lines))
+    return Statement(found, tuple(line.rstrip("\n") for line in lines), file)
 
 
 class Function(NamedTuple):
@@ -303,6 +305,32 @@ def default_of(function: Any, name: str = "eps") -> Any:
         default = getattr(getattr(torch.ops.aten, getattr(function, "__name__", ""), None), "default", None)
         arguments = () if default is None else default._schema.arguments
         return next((each.default_value for each in arguments if each.name == name), None)
+
+
+def going_on_in_float32(statement: Statement, adds_tensor: bool) -> str | None:
+    """A statement by which a sum or a counter goes on, with a float32 one in its place; None for any other.
+
+    `adds_tensor`: what is added is a tensor. Arguments and what a loop runs through stay what others hold: those are
+    None, too.
+    """
+    node, tree = statement.node, _parsed(statement.file)
+    if isinstance(node, ast.AugAssign):
+        target, left, op, right = node.target, node.target, node.op, node.value
+    elif isinstance(node, ast.Assign) and isinstance(node.value, ast.BinOp):
+        target, left, op, right = node.targets[0], node.value.left, node.value.op, node.value.right
+    else:
+        return None
+    sign, name = _SIGNS.get(type(op)), _dotted(target)
+    if tree is None or sign is None or name is None or name != _dotted(left):
+        return None
+    for each in ast.walk(tree):
+        bound = each.arg if isinstance(each, ast.arg) else None
+        loop = {_dotted(one) for one in ast.walk(each.target)} if isinstance(each, ast.For) else ()
+        if name == bound or name in loop:
+            return None
+    if adds_tensor:  # the sum may begin as a number of Python's
+        return f"{name} = {name} {sign} {_operand(right)}.float()"
+    return f"{name} = {name}.float() {sign} {ast.unparse(right)}"
 
 
 def cast_back(statement: Statement, text: str, dtype: torch.dtype) -> str | None:
