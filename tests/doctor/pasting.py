@@ -11,13 +11,13 @@ _SIMPLE = (ast.Assign, ast.AugAssign, ast.AnnAssign, ast.Return, ast.Expr)
 
 
 class _Plain(ast.NodeTransformer):
-    """What a fix does not change of a statement: no casts, no `eps=`, and one number for all."""
+    """What a fix does not change of a statement: no casts, no `eps=` and `dtype=`, and one number for all."""
 
     def visit_Call(self, node: ast.Call) -> ast.AST:
         self.generic_visit(node)
         if isinstance(node.func, ast.Attribute) and node.func.attr in {"float", *CASTS}:
             return node.func.value
-        node.keywords = [each for each in node.keywords if each.arg != "eps"]
+        node.keywords = [each for each in node.keywords if each.arg not in ("eps", "dtype")]
         return node
 
     def visit_Constant(self, node: ast.Constant) -> ast.AST:

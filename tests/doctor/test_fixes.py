@@ -34,9 +34,9 @@ from .pasting import pasted
 EVERY_TIME = frozenset({"arc_margin", "normalize_of_zeros"})
 """The others take minutes together and run with `./dev test --all`."""
 WITH_FIX = (
-    "arc_margin", "entropy_of_half", "kl_of_half_logprobs", "linear_attention_overflow", "log1p_of_clamped",
-    "minmax_of_equal_scores", "mish_by_hand", "mmd_of_expanded_distances", "normalize_of_zeros", "sampled_coordinates",
-    "rotary_in_bf16", "sinkhorn_by_hand", "ssim_in_region", "variance_squared_to_zero",
+    "arc_margin", "entropy_of_half", "kl_of_half_logprobs", "linear_attention_overflow", "linear_biases_in_bf16",
+    "log1p_of_clamped", "minmax_of_equal_scores", "mish_by_hand", "mmd_of_expanded_distances", "normalize_of_zeros",
+    "rotary_in_bf16", "sampled_coordinates", "sinkhorn_by_hand", "ssim_in_region", "variance_squared_to_zero",
 )  # fmt: skip
 
 
@@ -162,6 +162,10 @@ def low(*names: str, **numbers: float) -> Reading:
         ("y = F.normalize(x, dim=1)", low("x"), {1e-12: 1e-4}, "y = F.normalize(x.float(), dim=1, eps=0.0001)"),
         ("y = F.normalize(x, eps=1e-12)", low("x"), {1e-12: 1e-4}, "y = F.normalize(x.float(), eps=0.0001)"),
         ("print(x)", low("x"), {}, "print(x.float())"),
+        ("y = arange(n, dtype=x.dtype)", low("x")._replace(dtypes=frozenset({"x.dtype"})), {},
+         "y = arange(n, dtype=torch.float32)"),
+        ("y = arange(n, dtype=torch.long)", low("x"), {}, "y = arange(n, dtype=torch.long)"),
+        ("y = x.to(dtype=half)", low("x")._replace(dtypes=frozenset({"half"})), {}, "y = x.float().to(dtype=half)"),
         ("y = größe + x  # größe", low("x"), {}, "y = größe + x.float()  # größe"),
         ("y = 'größe', x, größe", low("x", "größe"), {}, "y = 'größe', x.float(), größe.float()"),
         ("y = [x for x in z]", low("z"), {}, "y = [x for x in z.float()]"),
@@ -275,6 +279,13 @@ def test_what_a_statement_reads(tmp_path: Path) -> None:
     statement = at(tmp_path, "y = self.norm(x.t()) + self.scale * torch.exp(z.a.b)[i](w) + 1e-8\n", 1)
     assert set(statement.reads()) == {"self", "x", "self.scale", "torch", "z.a.b", "i", "w"}
     assert [number.value for number in statement.numbers()] == [1e-8]
+
+
+def test_the_dtypes_in_which_it_makes_something(tmp_path: Path) -> None:
+    half, x = torch.half, torch.zeros(2, dtype=torch.bfloat16)
+    statement = at(tmp_path, "y = f(a(dtype=half), b(dtype=x.dtype), c(dtype=torch.long), x.to(dtype=half))", 1)
+    assert statement is not None and half and x.numel()
+    assert read_in(sys._getframe(), statement).dtypes == {"half", "x.dtype"}
 
 
 def test_what_it_reads_where_it_runs() -> None:

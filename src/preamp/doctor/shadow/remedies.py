@@ -109,7 +109,7 @@ def candidates(
         yield Remedy(module=module)
     small = [c for c in constants if 0 < abs(c) < _SMALL]
     near = [c for c in constants if 0 < 1 - abs(c) < 2.0**-9]
-    chains = [tuple(lines[:1]), tuple(broken[:4]), tuple(lines[1:2]), tuple(lines[:2]), tuple(lines[:3])]
+    chains = [tuple(lines[:1]), tuple(broken[:4]), tuple(lines[1:2]), tuple(lines[:2]), tuple(lines)]
     chains = [*dict.fromkeys(chain for chain in chains if chain)]
     for chain in chains:
         yield Remedy(chain)
@@ -132,6 +132,8 @@ class Applied(TorchFunctionMode):
         self._remedy, self._module = remedy, module
         self._made: dict[int, Tensor] = {}
         """Results of what the remedy is about, which are float32."""
+        self._cast: dict[int, tuple[Line, Tensor]] = {}
+        """Results of casts that a line says, in the middle of it: no name, so that a text cannot widen them."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -144,8 +146,11 @@ class Applied(TorchFunctionMode):
             return args[0].float()
         as_another = any(isinstance(each, Tensor) for each in args[1:])  # which is float32 by the remedy
         if (name in CASTS and not as_another) or not self._remedy.computes(at, module):
-            return self._beside(func, args, kwargs)
-        args, kwargs = self._given(func, args, kwargs)
+            out = self._beside(func, args, kwargs)
+            if name in CASTS and isinstance(out, Tensor):
+                self._cast[id(out)] = at, out
+            return out
+        args, kwargs = self._given(func, args, kwargs, at)
         with no_autocast():
             made = func(*args, **kwargs)
         self._made.update({id(each): each for each in tensors(made)})
@@ -163,10 +168,16 @@ class Applied(TorchFunctionMode):
             args, kwargs = map_tensors(lambda t: t.to(low) if id(t) in self._made else t, (args, kwargs))
             return func(*args, **kwargs)
 
-    def _given(self, func: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
+    def _given(self, func: Any, args: Any, kwargs: Any, at: Line) -> tuple[Any, Any]:
         """float32 in place of 16-bit tensors, and the remedy's constants; also of an epsilon that is a default."""
+
+        def wide(tensor: Tensor) -> Tensor:
+            return tensor if self._cast.get(id(tensor), (None, None))[0] == at else widened(tensor)
+
         args = [map_tensors(wide, self._remedy.constant(each)) for each in args]
         kwargs = {key: map_tensors(wide, self._remedy.constant(each)) for key, each in kwargs.items()}
+        if kwargs.get("dtype") in LOW_DTYPES:  # of what it makes
+            kwargs["dtype"] = torch.float32
         if self._remedy.constants and "eps" not in kwargs:
             default = default_of(func)
             if self._remedy.constant(default) is not default and len(args) <= 3:
@@ -180,7 +191,7 @@ def _casts(name: str, args: Any, kwargs: Any) -> bool:
     return name in ("half", "bfloat16") or (name in CASTS and any(dtype in LOW_DTYPES for dtype in to))
 
 
-def wide(tensor: Tensor) -> Tensor:
+def widened(tensor: Tensor) -> Tensor:
     """float32 in place of a 16-bit tensor."""
     return tensor.float() if tensor.dtype in LOW_DTYPES else tensor
 
@@ -207,8 +218,8 @@ def run_kept(func: Any, args: Any, kwargs: Any, remedy: Remedy | None, place: Pl
     is_known = remedy.casts != "kept" or statement is None or not statement.casts()
     casts = base_of(func) == "_to_copy" and kwargs.get("dtype") in LOW_DTYPES
     if is_known and (casts or remedy.casts != "only") and remedy.covers(place.at, place.module):
-        args = [map_tensors(wide, remedy.constant(each)) for each in args]
-        kwargs = {key: map_tensors(wide, remedy.constant(each)) for key, each in kwargs.items()}
+        args = [map_tensors(widened, remedy.constant(each)) for each in args]
+        kwargs = {key: map_tensors(widened, remedy.constant(each)) for key, each in kwargs.items()}
         if casts:
             kwargs["dtype"] = torch.float32
         return func(*args, **kwargs)

@@ -91,6 +91,12 @@ class Statement:
         ]
         return [(call, of) for call, of in found if len(found) == 1 or not _names_device(call)]
 
+    def dtypes(self) -> Iterator[ast.expr]:
+        """The dtypes in which it makes something: of `torch.arange(n, dtype=x.dtype)`, and not of a cast."""
+        for node in ast.walk(self.node):
+            if isinstance(node, ast.Call) and (_dotted(node.func) or "").rpartition(".")[2] not in CASTS:
+                yield from (each.value for each in node.keywords if each.arg == "dtype")
+
     def numbers(self) -> list[ast.Constant]:
         """The floating numbers that stand in it."""
         return [n for n in ast.walk(self.node) if isinstance(n, ast.Constant) and isinstance(n.value, float)]
@@ -163,6 +169,8 @@ class Reading(NamedTuple):
     """Whether a module is called that is no single layer in float32: all of it would change."""
     function: Function | None = None
     """The function that it is in, where that may run in float32 as a whole."""
+    dtypes: frozenset[str] = frozenset()
+    """16-bit dtypes in which it makes something."""
 
 
 class Readings(dict[Line, Reading]):
@@ -194,13 +202,15 @@ class Readings(dict[Line, Reading]):
 def read_in(frame: FrameType, statement: Statement) -> Reading:
     """What a statement reads where it is running."""
     low, numbers = set(), {}
-    for spelled in statement.reads():
-        value = _value_of(spelled, frame)
+    for name in statement.reads():
+        value = _value_of(name, frame)
         if isinstance(value, Tensor) and value.dtype in LOW_DTYPES:
-            low.add(spelled)
+            low.add(name)
         elif type(value) is float:
-            numbers[spelled] = value
-    return Reading(frozenset(low), numbers, _calls_module(statement.calls(), frame))
+            numbers[name] = value
+    made_in = {spelled for node in statement.dtypes() if (spelled := _dotted(node)) is not None}
+    dtypes = frozenset(spelled for spelled in made_in if _value_of(spelled, frame) in LOW_DTYPES)
+    return Reading(frozenset(low), numbers, _calls_module(statement.calls(), frame), dtypes=dtypes)
 
 
 def _value_of(spelled: str, frame: FrameType) -> Any:
@@ -262,6 +272,7 @@ def in_float32(
     reads, left = statement.reads(), dict(constants)
     for name in reading.low:
         changes |= dict.fromkeys(reads.get(name, ()), f"{name}.float()")
+    changes |= {node: "torch.float32" for node in statement.dtypes() if _dotted(node) in reading.dtypes}
     for number in statement.numbers():
         value = number.value
         if isinstance(value, float) and value in constants:
@@ -314,6 +325,8 @@ def going_on_in_float32(statement: Statement, adds_tensor: bool) -> str | None:
     None, too.
     """
     node, tree = statement.node, _parsed(statement.file)
+    target: ast.expr
+    left: ast.expr
     if isinstance(node, ast.AugAssign):
         target, left, op, right = node.target, node.target, node.op, node.value
     elif isinstance(node, ast.Assign) and isinstance(node.value, ast.BinOp):
@@ -324,9 +337,8 @@ def going_on_in_float32(statement: Statement, adds_tensor: bool) -> str | None:
     if tree is None or sign is None or name is None or name != _dotted(left):
         return None
     for each in ast.walk(tree):
-        bound = each.arg if isinstance(each, ast.arg) else None
-        loop = {_dotted(one) for one in ast.walk(each.target)} if isinstance(each, ast.For) else ()
-        if name == bound or name in loop:
+        loop = ast.walk(each.target) if isinstance(each, ast.For) else ()
+        if (isinstance(each, ast.arg) and each.arg == name) or name in map(ast.unparse, loop):
             return None
     if adds_tensor:  # the sum may begin as a number of Python's
         return f"{name} = {name} {sign} {_operand(right)}.float()"
