@@ -22,8 +22,9 @@ from ..names import unwrapped
 from ..operators import Stream, found_by
 from ..places import Places
 from ..shadow.absorbed import Changes
-from ..shadow.execution import OFF, Shadowed
+from ..shadow.execution import Shadowed
 from ..shadow.facts import GradientsRead
+from ..shadow.judge import OFF
 from ..shadow.values import gradients_beside
 from .audit import Look, audit, dtypes_of, emit_changes
 from .evaluation import Evaluation

@@ -16,8 +16,9 @@ from ..names import Names
 from ..operators import Stream
 from ..places import Places
 from ..records import Line
-from ..shadow.execution import OFF, Shadowed
+from ..shadow.execution import Shadowed
 from ..shadow.facts import Fact
+from ..shadow.judge import OFF
 from ..shadow.remedies import Remedy, candidates
 from ..shadow.values import relative_error
 from .origin import Trails

@@ -1,81 +1,47 @@
-"""Runs each operator on the shadows, too, and compares what comes out."""
+"""Runs each operator on the shadows, too, and has compared what comes out."""
 
 from __future__ import annotations
 
-import math
-from collections import Counter, defaultdict, deque
-from collections.abc import Callable, Iterable
-from dataclasses import replace
+from collections import Counter
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ...formats import FP16, LOW_DTYPES, name_of
+from ...formats import LOW_DTYPES
 from ...tree import PLAIN, map_tensors
 from ..measure import key_of
-from ..operators import Call, Observer, base_of, tensors_of
-from ..places import UNINITIALISED, Place, is_view
+from ..operators import Call, base_of, tensors_of
+from ..places import UNINITIALISED, is_view
 from ..records import Line
-from .facts import Fact, Kind, spelled
+from .facts import spelled
+from .judge import DECIDING, Judge
 from .source import Readings
-from .values import SHADOWED, WIDE, Shadows, has_shadow, relative_error, share_differing, share_lost
+from .values import SHADOWED, WIDE, has_shadow
 
-OFF = 0.25
-"""Relative error of a result, ||value - shadow|| / ||shadow||, from which it is one: far more than rounding."""
-AGREES = 0.06
-"""Relative error up to which an input counts as right: twice bfloat16's rounding, many times over."""
-DECIDES = 0.02
-"""Relative error up to which float32 gets a result right. What float32 gets wrong, no precision is to blame for."""
-OTHERWISE = 0.1
-"""Share of the entries of an index or mask that differ from the shadow's, from which they are decided otherwise."""
-ZEROS = 0.5
-"""Share of the entries that are zero and should not be, from which a result is lost to zero."""
 _EXACT = frozenset({
     "detach", "alias", "zeros_like", "ones_like", "lift_fresh", "_local_scalar_dense",
     "_amp_foreach_non_finite_check_and_unscale",
 })  # fmt: skip
-_DECIDING = frozenset({
-    "_to_copy", "bucketize", "searchsorted", "linalg_cholesky_ex", "linalg_inv_ex", "linalg_lu_factor_ex",
-    "linalg_solve_ex", "linalg_ldl_factor_ex", "eq", "ne", "gt", "lt", "ge", "le",
-})  # fmt: skip
-"""Operators whose integers and truth values mean something. The place of a maximum is none: ties decide it."""
-_MOVES = frozenset({
-    "clone", "stack", "cat", "_unsafe_view", "embedding", "index_select", "gather", "index", "repeat", "flip", "roll",
-    "select_backward", "slice_backward",
-})  # fmt: skip
-"""Operators that put numbers elsewhere and change none."""
-_CASTS = frozenset({"_to_copy", "copy"})
 _FROM_WHOLE = frozenset({"_to_copy", "scalar_tensor", "arange", "linspace", "logspace"})
 """Operators that make floating numbers of whole ones, or of numbers that are no tensors."""
-_RIGHT = (0.0, "", "")
 BETWEEN = 10_000
 """Operators between two steps that are followed."""
-_ADDS = frozenset({"add", "clamp_min", "clamp", "maximum"})
-"""Operators that keep a denominator from zero."""
-_MEANT = frozenset({"exp", "expm1"})
-"""Operators whose infinity a division rightly makes a zero: a sigmoid that is written by hand."""
-_ADD_UP = frozenset({
-    "sum", "mean", "mm", "addmm", "bmm", "baddbmm", "sub", "add", "rsub", "_softmax_backward_data", "convolution",
-    "convolution_backward", "native_layer_norm_backward", "native_batch_norm_backward", "_log_softmax_backward_data",
-})  # fmt: skip
-"""Operators that add up terms of both signs: what is left may be of no weight beside them."""
-_ENLARGE = {"sqrt": 0, "rsqrt": 0, "reciprocal": 0, "log": 0, "log2": 0, "log10": 0, "div": 1}
-"""Operators that make much of what is nearly nothing, and which argument that is."""
 
 
-class Shadowed(Observer):
-    """Follows every operator with shadows and keeps facts.
+class Shadowed(Judge):
+    """Follows every operator with shadows.
 
-    `limit`: bytes that shadows may take, as `Shadows` has it; `readings`: where what statements read is kept;
-    `between`: no model of the step has run yet, and only what has to do with 16 bits is followed.
+    `between`: no model of the step has run yet, and only what has to do with 16 bits is followed; the others as `Judge`
+    has them.
     """
 
     everywhere = True
 
     def __init__(self, limit: float | None = None, readings: Readings | None = None, *, between: bool = False) -> None:
-        self.readings = Readings() if readings is None else readings
-        self.shadows, self.between = Shadows(limit, self.readings.casts), between
+        super().__init__(limit, Readings() if readings is None else readings)
+        self.between = between
         self._seen_between = 0
         self.skipped: Counter[str] = Counter()
         """Operators that could not run on shadows, and how often."""
@@ -85,23 +51,8 @@ class Shadowed(Observer):
         self._given: set[int] = set()
         """Storages that the operator was given, which its results may have, too."""
         self._module: str | None = None
-        self.causes: dict[int, Fact] = {}
-        """By storage, what made it as wrong as it is."""
-        self.read_out: dict[Fact, None] = {}
-        """What made numbers that the script read, and that are not finite."""
-        self.broke: list[tuple[Place, Fact]] = []
-        """Where something not finite came of finite numbers, and the fact behind it."""
-        self.errors: dict[Place, tuple[float, str, str]] = {}
-        """The largest relative error of what was computed in a place, by which operator, and in which dtype."""
-        self.gradients_off = 0.0
-        """Relative error of all gradients together, where no operator is to blame."""
         self.constants: dict[Line, list[float]] = {}
         """Numbers that operators of a line were given."""
-        self._small: set[Fact] = set()
-        """What left nearly nothing of large terms: wrong, and harmless until something divides by it."""
-        self._trail: dict[int, tuple[Line, tuple[int, ...]]] = {}
-        """By storage, the line that wrote it last and the storages that it read."""
-        self._facts: dict[Any, Fact] = {}
 
     def wants(self, func: Any, args: Any, kwargs: Any) -> bool:
         """Whether an operator is followed."""
@@ -119,7 +70,7 @@ class Shadowed(Observer):
         if not self.wants(call.func, call.args, call.kwargs):
             return
         if call.base == "_local_scalar_dense":
-            self._read(call)
+            self.note_read(call)
         if call.place.module != self._module:
             self._module = call.place.module
             self.shadows.module_changed()
@@ -131,7 +82,7 @@ class Shadowed(Observer):
         if numbers and line[0] is not None:
             self.constants.setdefault(line, []).extend(numbers[:4] if len(self.constants.get(line, ())) < 64 else ())
         changed = {id(t): self.shadows.of(t).clone() for t in call.written if has_shadow(t)}
-        error = max((self._error_of(t) for t in call.written if has_shadow(t)), default=0.0)
+        error = max((self.error_of(t) for t in call.written if has_shadow(t)), default=0.0)
         self._given.clear()
 
         def shadow(tensor: Tensor) -> Tensor:
@@ -156,7 +107,7 @@ class Shadowed(Observer):
         self.operators += 1
         outs, changed, before = wide
         for tensor, exact in changed:
-            self._judge(call, tensor, exact, before)
+            self.judge(call, tensor, exact, before)
             self.shadows.of(tensor).copy_(exact)
         written = {id(t) for t in call.written}
         read, gave = tuple(dict.fromkeys(map(key_of, call.given))), [*tensors_of((call.out,))]
@@ -166,10 +117,10 @@ class Shadowed(Observer):
             if id(out) in written or out.shape != exact.shape:
                 continue
             if has_shadow(out) and exact.dtype is WIDE:
-                self._judge(call, out, exact, 0.0)
+                self.judge(call, out, exact, 0.0)
                 self.shadows.give(out, exact, own=key_of(exact) not in self._given)
-            elif out.dtype is exact.dtype and not out.is_floating_point() and call.base in _DECIDING:
-                self._judge_decision(call, out, exact)
+            elif out.dtype is exact.dtype and not out.is_floating_point() and call.base in DECIDING:
+                self.judge_decision(call, out, exact)
 
     def told(self) -> dict[str, Any]:
         """What was followed, for the record."""
@@ -192,7 +143,7 @@ class Shadowed(Observer):
             kwargs["dtype"] = dtype
         return [*tensors_of((call.func(*map(wide, call.args), **kwargs),))]
 
-    def _nudged(self, call: Call) -> list[Tensor]:
+    def nudged(self, call: Call) -> list[Tensor]:
         """What the operator gives, computed in float64, for inputs that are a rounding of float32 beside the right
         ones; with what it changes in place first.
         """
@@ -208,177 +159,6 @@ class Shadowed(Observer):
             return [*changed, *self._run(call, nudged, torch.float64)]
         except Exception:
             return []
-
-    def _judge(self, call: Call, out: Tensor, exact: Tensor, before: float) -> None:
-        """Whether a result is off although its inputs are right, and float32 would have got it right."""
-        key, written = key_of(out), {id(t) for t in call.written}
-        moves = call.base in _MOVES or (call.base in _CASTS and out.dtype is not torch.float16)
-        causes = (self.causes.get(key_of(t)) for t in call.given if not moves or id(t) not in written)
-        cause = next((one for one in causes if one is not None), None)
-        if moves:  # as wrong as what it reads
-            self.causes.pop(key, None)
-            self.causes |= {} if cause is None else {key: cause}
-            return
-        error = self._off_by(call, out, exact)
-        if error > self.errors.get(call.place, _RIGHT)[0]:
-            self.errors[call.place] = error, call.base, name_of(out.dtype)
-        constant = _misfit(call, out, exact)
-        read = [t for t in call.inputs if has_shadow(t) and id(t) not in written]
-        came = cause is not None and cause.kind == "not finite" and bool(out.isfinite().all())
-        hides = came and not all(bool(t.isfinite().all()) for t in read)
-        if hides and cause is not None and cause.op not in _MEANT and max(error, _most_off(out, exact)) >= OFF:
-            self._report(replace(cause, hidden_by=call.base))
-        if error < OFF and constant is None:
-            self.causes.pop(key, None)
-            return
-        if constant is not None:
-            kind: Kind = "lost" if abs(constant) < 1 else "not finite"
-            self._report(replace(self._fact(kind, call, out, error, 0.0, read), constant=constant))
-        if error < OFF:
-            self.causes.pop(key, None)
-            return
-        if cause is not None:
-            self.causes[key] = cause
-            self._enlarged(call)
-        off, finite = max(map(self._error_of, read), default=0.0), bool(out.isfinite().all())
-        if not all(bool(t.isfinite().all()) for t in read):
-            return
-        blamed = max(off, before) <= AGREES and (not finite or self._is_off(call, out, exact, read))
-        if not blamed or not self._float32_decides(call, exact):
-            if not finite and cause is not None:
-                self.broke.append((call.place, cause))
-            return
-        if finite and self._is_nearly_nothing(call, out, exact):
-            if call.place.direction == "forward":
-                self.causes[key] = fact = self._fact("made", call, out, error, off, read)
-                self._small.add(fact)
-            return
-        kind = "made" if finite else "not finite"
-        if finite and (lost := share_lost(out, exact)) > ZEROS:
-            kind, error = "lost", lost
-        elif finite and out.dtype is torch.float16 and _is_subnormal(exact):
-            kind = "lost"
-        self.causes[key] = fact = self._fact(kind, call, out, error, off, read)
-        if finite:
-            self._report(fact)
-        else:
-            self.broke.append((call.place, fact))
-
-    def _off_by(self, call: Call, out: Tensor, exact: Tensor) -> float:
-        """The relative error of a result; of a running sum, the error in terms of what is added."""
-        error = relative_error(out, exact)
-        if call.base == "cumsum" and math.isfinite(error) and call.inputs:
-            terms = self.shadows.of(call.inputs[0])
-            error *= float(torch.linalg.vector_norm(exact)) / (float(torch.linalg.vector_norm(terms)) or 1.0)
-        return error
-
-    def _enlarged(self, call: Call) -> None:
-        """What is nearly nothing, and wrong, is divided by: the operator that left it is at fault."""
-        position = _ENLARGE.get(call.base)
-        small = call.args[position] if position is not None and position < len(call.args) else None
-        cause = self.causes.get(key_of(small)) if isinstance(small, Tensor) else None
-        if cause is not None and cause in self._small and call.place.direction == "forward":
-            self._report(cause)
-
-    def gradients_came(self, gradients: Iterable[Tensor | None]) -> None:
-        """Gradients of parameters: if they are off as a whole, what left nearly nothing and leads there is at fault."""
-        off, size, share = 0.0, 0.0, defaultdict[Fact, float](float)
-        for gradient in gradients:
-            shadow = None if gradient is None or not has_shadow(gradient) else self.shadows.find(gradient)
-            if gradient is None or shadow is None or not bool(shadow.isfinite().all()):
-                continue
-            exact = shadow.double()  # squares of gradients may be less than float32 holds
-            wrong = float((gradient.detach() - exact).square().sum())
-            off, size = off + wrong, size + float(exact.square().sum())
-            cause = self.causes.get(key_of(gradient))
-            if cause is not None:
-                share[cause] += wrong
-        self.gradients_off = math.sqrt(off / size) if size else 0.0
-        for cause, wrong in share.items() if off >= OFF**2 * size else ():
-            if cause in self._small and wrong >= off / 2:
-                self._report(cause)
-
-    def _fact(self, kind: Kind, call: Call, out: Tensor, error: float, off: float, read: list[Tensor]) -> Fact:
-        largest = max((float(t.detach().abs().max()) for t in read if t.numel()), default=0.0)
-        dtype = out.dtype if out.is_floating_point() else read[0].dtype
-        lines = self._lines_before(call)
-        shape = tuple(out.shape)
-        return Fact(kind, call.base, call.place, name_of(dtype), shape, error, off, largest, lines=lines)
-
-    def _lines_before(self, call: Call) -> tuple[Line, ...]:
-        """The line of a call, and the lines that led to what it reads, the nearest first."""
-        found, left, seen = [call.at], deque(key_of(t) for t in call.inputs), set[int]()
-        while left and len(found) < 4:
-            key = left.popleft()
-            line, read = self._trail.get(key, (call.at, ()))
-            if key not in seen:
-                seen.add(key)
-                left.extend(read)
-                if line not in found and line[0] == call.at[0]:
-                    found.append(line)
-        return tuple(found)
-
-    def _read(self, call: Call) -> None:
-        """The script reads a number: one that is not finite, though float32's is, has come to light."""
-        for tensor in call.inputs:
-            cause = self.causes.get(key_of(tensor))
-            if cause is not None and cause.kind == "not finite" and not bool(tensor.isfinite()):
-                self.read_out.setdefault(cause)
-
-    def _report(self, fact: Fact) -> None:
-        """Keep a fact, once for each place."""
-        key = (fact.kind, fact.op, fact.place.file, fact.place.line, fact.place.module, fact.place.direction)
-        self._facts.setdefault(key, fact)
-
-    @property
-    def facts(self) -> list[Fact]:
-        """What was found so far."""
-        return [*self._facts.values()]
-
-    def _float32_decides(self, call: Call, exact: Tensor) -> bool:
-        tried = self._nudged(call)
-        return any(t.shape == exact.shape and relative_error(exact, t) < DECIDES for t in tried)
-
-    def _judge_decision(self, call: Call, out: Tensor, exact: Tensor) -> None:
-        """Whether integers or truth values are others than those of the shadows."""
-        share = share_differing(out, exact)
-        read = [t for t in call.inputs if has_shadow(t)]
-        if share < OTHERWISE or not read or not all(bool(t.isfinite().all()) for t in read):
-            return
-        off = max(map(self._error_of, read))
-        tried = [t for t in self._nudged(call) if t.dtype is out.dtype and t.shape == out.shape]
-        if off < OFF and tried and share_differing(tried[0], exact) < DECIDES:
-            self._report(self._fact("decided", call, out, share, off, read))
-
-    def _is_off(self, call: Call, out: Tensor, exact: Tensor, read: list[Tensor]) -> bool:
-        """Whether entries are off whose own inputs are right: of operators that compute each entry by itself."""
-        if torch.Tag.pointwise not in call.func.tags:
-            return True
-        right = torch.ones_like(out, dtype=torch.bool)
-        for tensor in read:
-            shadow = self.shadows.find(tensor)
-            if shadow is not None:
-                right &= (tensor.detach().to(WIDE) - shadow).abs() <= AGREES * shadow.abs()
-        return relative_error(out.detach()[right], exact[right]) >= OFF
-
-    def _is_nearly_nothing(self, call: Call, out: Tensor, exact: Tensor) -> bool:
-        """Whether the error is no more than rounding beside the terms from which the result was added up."""
-        if call.base not in _ADD_UP:
-            return False
-        terms = [t for t in call.inputs if t.numel()]
-        rounding = max((self._rounding_of(t) for t in terms), default=0.0)
-        many = math.sqrt(max((t.numel() for t in terms), default=1) / max(out.numel(), 1))
-        return float((out.detach().to(WIDE) - exact).abs().max()) < 8 * rounding * max(many, 1.0)
-
-    def _rounding_of(self, tensor: Tensor) -> float:
-        """The largest absolute error that it brings along, its own rounding at least."""
-        own = torch.finfo(tensor.dtype).eps * float(tensor.detach().abs().max())
-        shadow = self.shadows.find(tensor)
-        return own if shadow is None else max(own, float((tensor.detach().to(WIDE) - shadow).abs().max()))
-
-    def _error_of(self, tensor: Tensor) -> float:
-        shadow = self.shadows.find(tensor)
-        return 0.0 if shadow is None else relative_error(tensor, shadow)
 
 
 def _follows(call: Call) -> bool:
@@ -399,33 +179,9 @@ def _default_is_low() -> bool:
     return torch.get_default_dtype() in LOW_DTYPES
 
 
-def _most_off(out: Tensor, exact: Tensor) -> float:
-    """The largest error of an entry beside the largest entry: one of many may be all wrong."""
-    largest = float(exact.abs().max()) if exact.numel() else 0.0
-    return float((out.detach().to(WIDE) - exact).abs().max()) / largest if 0 < largest < math.inf else 0.0
-
-
 def _rounded(shadow: Tensor, seed: int) -> Tensor:
     """A shadow in float64, each number off by chance by as much as float32 rounds; but for counts, which are exact."""
     chance = torch.Generator(shadow.device).manual_seed(seed)
     wide = shadow.to(torch.float64)
     off = torch.rand(wide.shape, dtype=torch.float64, device=wide.device, generator=chance).sub_(0.5).mul_(2.0**-23)
     return torch.where((wide == wide.round()) & (wide.abs() < 2**23), wide, wide + wide * off)
-
-
-def _is_subnormal(exact: Tensor) -> bool:
-    """Whether most of what is not zero lies below float16's normal numbers."""
-    there = exact != 0
-    return float((exact.abs() < FP16.smallest_normal)[there].double().mean()) > ZEROS
-
-
-def _misfit(call: Call, out: Tensor, exact: Tensor) -> float | None:
-    """A constant that float16 makes zero or infinite, and a result with it."""
-    if out.dtype is not torch.float16 or call.place.direction != "forward":
-        return None
-    for number in call.numbers:
-        if FP16.max < abs(number) < math.inf and bool((out.isinf() & exact.isfinite()).any()):
-            return number
-        if 0 < number < FP16.smallest_normal and call.base in _ADDS and bool(((out == 0) & (exact != 0)).any()):
-            return number
-    return None

@@ -16,7 +16,8 @@ from ...tree import map_tensors, tensors
 from ..operators import base_of
 from ..places import Place, Places, walk
 from ..records import Line
-from .source import CASTS, Function, Reading, cast_back, default_of, in_float32, statement_at, without_cast
+from .source import Function, Reading, in_float32
+from .statements import CASTS, cast_back, default_of, statement_at, without_cast
 
 _CASTS = CASTS | {"float", "double", "__get__", "__set__", "__set_item__"}
 """Functions that say a dtype, or ask for one: they mean it."""

@@ -1,151 +1,23 @@
-"""Statements of the user's, as text: what they read, and how they read with a remedy in them."""
+"""What statements of the user's read where they run, and how they read with a remedy in them."""
 
 from __future__ import annotations
 
 import ast
-import inspect
-import linecache
 import sys
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
-from functools import lru_cache
+from collections.abc import Iterable, Mapping
 from types import FrameType
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from ...formats import LOW_DTYPES
 from ..places import is_users
 from ..records import Line
+from .statements import Statement, dotted, parsed, statement_at, with_default, without_cast
 
-CASTS = frozenset({"to", "half", "bfloat16", "type", "type_as"})
-"""Methods that may cast to 16 bits."""
 _NOT_WITHIN = frozenset({"backward", "step", "grad", "autocast"})
 """What a function does that has a precision of its own, or none."""
-_SIGNS = {ast.Add: "+", ast.Sub: "-"}
-_SIMPLE = (ast.Assign, ast.AugAssign, ast.AnnAssign, ast.Return, ast.Expr)
-
-
-@dataclass(frozen=True)
-class Statement:
-    """A simple statement of a file: an assignment, a return or an expression."""
-
-    node: ast.stmt
-    lines: tuple[str, ...]
-    """Its lines as they stand."""
-    file: str = ""
-
-    def reads(self) -> dict[str, list[ast.expr]]:
-        """The names that it reads ("x", "self.scale"), with where they stand. Of `x.t()` it reads x."""
-        found: dict[str, list[ast.expr]] = {}
-        called = {id(node.func) for node in ast.walk(self.node) if isinstance(node, ast.Call)}
-        written = set(map(id, self._written()))
-
-        def visit(node: ast.AST) -> None:
-            if id(node) in written:
-                return
-            if isinstance(node, ast.Attribute) and id(node) in called:
-                visit(node.value)
-            elif isinstance(node, (ast.Name, ast.Attribute)) and isinstance(node.ctx, ast.Load):
-                spelled = _dotted(node)
-                if spelled is not None and id(node) not in called:
-                    found.setdefault(spelled, []).append(node)
-                elif spelled is None:
-                    visit(node.value if isinstance(node, ast.Attribute) else node)
-            else:
-                for child in ast.iter_child_nodes(node):
-                    visit(child)
-
-        visit(self.node)
-        return found
-
-    def _written(self) -> Iterator[ast.expr]:
-        """What it writes to and must stay itself: x of `x[0] = y`, of `x.data = y`, of `x.mul_(y)` and of `out=x`."""
-        for node in ast.walk(self.node):
-            if isinstance(node, (ast.Subscript, ast.Attribute)) and isinstance(node.ctx, ast.Store):
-                yield node.value
-            elif isinstance(node, ast.Call):
-                yield from (each.value for each in node.keywords if each.arg == "out")
-                name = node.func.attr if isinstance(node.func, ast.Attribute) else ""
-                if isinstance(node.func, ast.Attribute) and name.endswith("_") and not name.endswith("__"):
-                    yield node.func.value
-
-    @property
-    def goes_back(self) -> bool:
-        """Whether it calls a backward pass, or steps: no precision of its own to change."""
-        called = [node.func for node in ast.walk(self.node) if isinstance(node, ast.Call)]
-        return any(isinstance(each, ast.Attribute) and each.attr in ("backward", "step", "grad") for each in called)
-
-    def calls(self) -> list[str]:
-        """The names of what it calls."""
-        called = [_dotted(node.func) for node in ast.walk(self.node) if isinstance(node, ast.Call)]
-        return [name for name in called if name is not None]
-
-    def casts(self) -> list[tuple[ast.Call, ast.expr]]:
-        """Calls that may cast, each with what it casts."""
-        called = [node for node in ast.walk(self.node) if isinstance(node, ast.Call)]
-        found = [
-            (one, one.func.value) for one in called if isinstance(one.func, ast.Attribute) and one.func.attr in CASTS
-        ]
-        return [(call, of) for call, of in found if len(found) == 1 or not _names_device(call)]
-
-    def dtypes(self) -> Iterator[ast.expr]:
-        """The dtypes in which it makes something: of `torch.arange(n, dtype=x.dtype)`, and not of a cast."""
-        for node in ast.walk(self.node):
-            if isinstance(node, ast.Call) and (_dotted(node.func) or "").rpartition(".")[2] not in CASTS:
-                yield from (each.value for each in node.keywords if each.arg == "dtype")
-
-    def numbers(self) -> list[ast.Constant]:
-        """The floating numbers that stand in it."""
-        return [n for n in ast.walk(self.node) if isinstance(n, ast.Constant) and isinstance(n.value, float)]
-
-    def rewritten(self, changes: Mapping[ast.expr, str]) -> str:
-        """Its text with these parts of it written otherwise, without its indentation."""
-        text = [line.encode() for line in self.lines]
-        first = self.node.lineno
-        for node, new in sorted(changes.items(), key=lambda one: (-one[0].lineno, -one[0].col_offset)):
-            begin, end = node.lineno - first, (node.end_lineno or node.lineno) - first
-            kept = text[begin][: node.col_offset], text[end][node.end_col_offset :]
-            text[begin : end + 1] = [kept[0] + new.encode() + kept[1]]
-        indent = self.node.col_offset
-        return "\n".join(
-            line.decode()[indent:] if not line[:indent].strip() else line.decode().strip() for line in text
-        )
-
-
-def _dotted(node: ast.expr) -> str | None:
-    """The text of an expression of names and dots, self.norm.eps; None for any other."""
-    if isinstance(node, ast.Name):
-        return node.id
-    inner = _dotted(node.value) if isinstance(node, ast.Attribute) else None
-    return None if inner is None else f"{inner}.{node.attr}"  # type: ignore[attr-defined]
-
-
-@lru_cache(maxsize=64)
-def _parsed(file: str) -> ast.Module | None:
-    try:
-        return ast.parse("".join(linecache.getlines(file)))
-    except (SyntaxError, ValueError):
-        return None
-
-
-@lru_cache(maxsize=1024)
-def statement_at(line: Line) -> Statement | None:
-    """The simple statement at a line; None where there is none, or no source."""
-    file, number = line
-    tree = None if file is None else _parsed(file)
-    if file is None or number is None or tree is None:
-        return None
-    found: ast.stmt | None = None
-    for node in ast.walk(tree):
-        if isinstance(node, _SIMPLE) and node.lineno <= number <= (node.end_lineno or node.lineno):
-            found = node
-    if found is None:
-        return None
-    lines = linecache.getlines(file)[found.lineno - 1 : found.end_lineno]
-    return Statement(found, tuple(line.rstrip("\n") for line in lines), file)
 
 
 class Function(NamedTuple):
@@ -208,7 +80,7 @@ def read_in(frame: FrameType, statement: Statement) -> Reading:
             low.add(name)
         elif type(value) is float:
             numbers[name] = value
-    made_in = {spelled for node in statement.dtypes() if (spelled := _dotted(node)) is not None}
+    made_in = {spelled for node in statement.dtypes() if (spelled := dotted(node)) is not None}
     dtypes = frozenset(spelled for spelled in made_in if _value_of(spelled, frame) in LOW_DTYPES)
     return Reading(frozenset(low), numbers, _calls_module(statement.calls(), frame), dtypes=dtypes)
 
@@ -236,7 +108,7 @@ def _is_layer(module: nn.Module) -> bool:
 def _function_of(frame: FrameType) -> Function | None:
     """The function that runs there, unless it runs models, backward passes or regions."""
     code, caller = frame.f_code, frame.f_back
-    tree = _parsed(code.co_filename)
+    tree = parsed(code.co_filename)
     while caller is not None and not is_users(caller.f_code.co_filename):
         caller = caller.f_back
     if tree is None or caller is None:
@@ -245,7 +117,7 @@ def _function_of(frame: FrameType) -> Function | None:
         if not isinstance(node, ast.FunctionDef) or (node.name, node.lineno) != (code.co_name, code.co_firstlineno):
             continue
         called = [each.func for each in ast.walk(node) if isinstance(each, ast.Call)]
-        names = [name for each in called if (name := _dotted(each)) is not None]
+        names = [name for each in called if (name := dotted(each)) is not None]
         if _NOT_WITHIN & {each.attr for each in called if isinstance(each, ast.Attribute)}:
             return None
         line = caller.f_code.co_filename, caller.f_lineno
@@ -272,7 +144,7 @@ def in_float32(
     reads, left = statement.reads(), dict(constants)
     for name in reading.low:
         changes |= dict.fromkeys(reads.get(name, ()), f"{name}.float()")
-    changes |= {node: "torch.float32" for node in statement.dtypes() if _dotted(node) in reading.dtypes}
+    changes |= {node: "torch.float32" for node in statement.dtypes() if dotted(node) in reading.dtypes}
     for number in statement.numbers():
         value = number.value
         if isinstance(value, float) and value in constants:
@@ -284,83 +156,7 @@ def in_float32(
             left.pop(value, None)
     text: str | None = statement.rewritten(changes)
     for old, new in left.items():
-        text = None if text is None else _with_default(text, old, new)
+        text = None if text is None else with_default(text, old, new)
     if text is not None and uncast and statement.casts():
         text = without_cast(Statement(ast.parse(text).body[0], tuple(text.split("\n"))))
     return text if text is None else text.replace(".float().float()", ".float()")
-
-
-def without_cast(statement: Statement) -> str | None:
-    """The statement with what it casts in float32 instead; None where it casts nothing, or casts what was cast."""
-    changes: dict[ast.expr, str] = {call: f"{_operand(of)}.float()" for call, of in statement.casts()}
-    nested = any(node in changes for call in changes for node in ast.walk(call) if node is not call)
-    return statement.rewritten(changes) if changes and not nested else None
-
-
-def _operand(node: ast.expr) -> str:
-    """Its text, for a dot behind it."""
-    text = ast.unparse(node)
-    return text if isinstance(node, (ast.Name, ast.Attribute, ast.Call, ast.Subscript)) else f"({text})"
-
-
-def _names_device(call: ast.Call) -> bool:
-    """Whether what it converts to is a device, by its name."""
-    return any("device" in ast.unparse(each) or isinstance(each, ast.Constant) for each in call.args)
-
-
-def default_of(function: Any, name: str = "eps") -> Any:
-    """The default of a function's argument, from its signature or torch's schema of it; None where neither says."""
-    try:
-        return inspect.signature(function).parameters[name].default
-    except (KeyError, TypeError, ValueError):
-        default = getattr(getattr(torch.ops.aten, getattr(function, "__name__", ""), None), "default", None)
-        arguments = () if default is None else default._schema.arguments
-        return next((each.default_value for each in arguments if each.name == name), None)
-
-
-def going_on_in_float32(statement: Statement, adds_tensor: bool) -> str | None:
-    """A statement by which a sum or a counter goes on, with a float32 one in its place; None for any other.
-
-    `adds_tensor`: what is added is a tensor. Arguments and what a loop runs through stay what others hold: those are
-    None, too.
-    """
-    node, tree = statement.node, _parsed(statement.file)
-    target: ast.expr
-    left: ast.expr
-    if isinstance(node, ast.AugAssign):
-        target, left, op, right = node.target, node.target, node.op, node.value
-    elif isinstance(node, ast.Assign) and isinstance(node.value, ast.BinOp):
-        target, left, op, right = node.targets[0], node.value.left, node.value.op, node.value.right
-    else:
-        return None
-    sign, name = _SIGNS.get(type(op)), _dotted(target)
-    if tree is None or sign is None or name is None or name != _dotted(left):
-        return None
-    for each in ast.walk(tree):
-        loop = ast.walk(each.target) if isinstance(each, ast.For) else ()
-        if (isinstance(each, ast.arg) and each.arg == name) or name in map(ast.unparse, loop):
-            return None
-    if adds_tensor:  # the sum may begin as a number of Python's
-        return f"{name} = {name} {sign} {_operand(right)}.float()"
-    return f"{name} = {name}.float() {sign} {ast.unparse(right)}"
-
-
-def cast_back(statement: Statement, text: str, dtype: torch.dtype) -> str | None:
-    """The text of a statement with its value cast to a dtype; None where it has none."""
-    begin, sep, value = text.partition("return " if isinstance(statement.node, ast.Return) else " = ")
-    if not isinstance(statement.node, (ast.Return, ast.Assign)) or not sep:
-        return None
-    comment = statement.lines[-1].encode()[statement.node.end_col_offset :].decode()
-    return f"{begin}{sep}({value.removesuffix(comment)}).to({dtype}){comment}"
-
-
-def _with_default(text: str, old: float, new: float) -> str | None:
-    """The text with another epsilon in the call of torch's of which it is the default; None where there is none."""
-    for call in ast.walk(ast.parse(text)):
-        name = call.func.attr if isinstance(call, ast.Call) and isinstance(call.func, ast.Attribute) else ""
-        function = getattr(torch.nn.functional, name, None)
-        is_given = isinstance(call, ast.Call) and any(k.arg == "eps" for k in call.keywords)
-        if callable(function) and not is_given and default_of(function) == old:
-            spelled = ast.unparse(call)
-            return text.replace(spelled, f"{spelled[:-1]}, eps={new:g})") if spelled in text else None
-    return None
