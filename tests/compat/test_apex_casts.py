@@ -16,6 +16,8 @@ from preamp.compat.apex import amp
 from preamp.compat.apex.amp import _amp_state
 from preamp.compat.apex.amp.lists import functional_overrides, tensor_overrides, torch_overrides
 
+from .toys import scaled_backward
+
 HALF, FLOAT, DOUBLE, BF16 = torch.float16, torch.float32, torch.float64, torch.bfloat16
 PLACES = (torch, F, torch.Tensor, torch.linalg, nn.RNNBase, torch.nn.modules.rnn)
 
@@ -374,8 +376,7 @@ def test_weights_are_cast_once_an_iteration(monkeypatch: pytest.MonkeyPatch) -> 
     casts = Casts(model.weight, monkeypatch)
     for iteration in range(1, 4):
         loss = model(model(torch.ones(2, 3))).sum()
-        with amp.scale_loss(loss, optimizer) as scaled:
-            scaled.backward()
+        scaled_backward(loss, optimizer)
         assert casts.count == iteration
         optimizer.step()
     assert not _amp_state.handle.cache
@@ -391,8 +392,7 @@ def test_train_eval_train_sees_every_change_of_a_weight(change: str) -> None:
     x = torch.ones(1, 3)
 
     def train() -> None:
-        with amp.scale_loss(model(x).float().pow(2).sum(), optimizer) as scaled:
-            scaled.backward()
+        scaled_backward(model(x).float().pow(2).sum(), optimizer)
         assert model.weight.grad is not None and model.weight.grad.abs().sum() > 0
         model.weight.grad = model.weight.grad * 0 + 1
 
@@ -450,8 +450,7 @@ def test_checkpointing_recomputes_the_same() -> None:
         x = torch.ones(2, 4, requires_grad=True)
         optimizer.zero_grad()
         result = model(x) if how is None else checkpoint(model, x, use_reentrant=how)
-        with amp.scale_loss(result.float().sum(), optimizer) as scaled:
-            scaled.backward()
+        scaled_backward(result.float().sum(), optimizer)
         gradients.append([p.grad.clone() for p in model.parameters()])  # type: ignore[union-attr]
     for others in gradients[1:]:
         assert all(torch.equal(a, b) for a, b in zip(gradients[0], others, strict=True))
@@ -522,8 +521,7 @@ def test_functions_in_no_list_take_what_the_listed_ones_give(level: str, name: s
         for _ in range(4):
             optimizer.zero_grad()
             loss = (model(torch.tensor([[1, 2, 3, 4], [4, 3, 2, 1]])) - 2).square()
-            with amp.scale_loss(loss * 2**-8, optimizer) as scaled:
-                scaled.backward()
+            scaled_backward(loss * 2**-8, optimizer)
             optimizer.step()
             losses.append(float(loss.detach()))
         amp.close()

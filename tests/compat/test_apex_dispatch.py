@@ -13,6 +13,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from preamp.compat.apex import amp
 
+from .toys import scaled_backward
+
 LOW = torch.bfloat16
 
 
@@ -74,8 +76,7 @@ def test_a_step_dispatches_what_casts_by_hand_do() -> None:
     amp.initialize(model, optimizer, opt_level="O4", verbosity=0)
 
     def step() -> None:
-        with amp.scale_loss(model(x), optimizer) as scaled:
-            scaled.backward()
+        scaled_backward(model(x), optimizer)
 
     seen = counted(step)
     assert seen == expected
