@@ -14,7 +14,6 @@ from torch import nn
 from torch.nn import Parameter
 
 from preamp.errors import OptimizerError
-from preamp.kernels import dequantize
 from preamp.optim import Adam, AdamW
 from preamp.optim._eight_bit import NAMES
 
@@ -22,8 +21,6 @@ from .gradients import give, run
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "optimizers.md"
 BF16 = torch.bfloat16
-KINDS: list[dict[str, Any]] = [*({"master": kind} for kind in ("float32", "split", "split24"))]
-KINDS.append({"master": None, "rounding": "stochastic"})
 
 
 def made(dtype: torch.dtype = BF16) -> list[Parameter]:
@@ -78,28 +75,6 @@ def test_the_table_of_the_page_is_counted() -> None:
         dtype = {"float32": torch.float32, "bfloat16": BF16, "float16": torch.float16}[name]
         assert f"{bytes_a_parameter(dtype, **values):.2f}" == wide
         assert f"{bytes_a_parameter(dtype, **values, states='8bit'):.2f}" == coded
-
-
-@pytest.mark.parametrize("kind", KINDS, ids=str)
-def test_states_of_one_kind_load_into_the_other(kind: dict[str, Any]) -> None:
-    for mine, theirs in (("8bit", "float32"), ("float32", "8bit")):
-        params, twins = made(), made()
-        optimizer, twin = AdamW(params, 1e-2, states=mine, **kind), AdamW(twins, 1e-2, states=theirs, **kind)
-        run(optimizer, params, range(5))
-        twin.load_state_dict(copy.deepcopy(optimizer.state_dict()))
-        for p, q in zip(params, twins, strict=True):
-            moments = [optimizer.state[p], twin.state[q]]
-            for name in ("exp_avg", "exp_avg_sq"):
-                a, b = (
-                    dequantize(s[f"{name}_8bit"], s[f"{name}_scale"]) if f"{name}_8bit" in s else s[name]
-                    for s in moments
-                )
-                assert a.dtype is b.dtype is torch.float32
-                assert torch.allclose(a, b, rtol=0.0626, atol=float(b.abs().max()) * 1e-4 if b.numel() else 0)
-            assert ("exp_avg_8bit" in twin.state[q]) == (theirs == "8bit" and q.numel() >= 4096)
-            assert ("exp_avg" in twin.state[q]) != ("exp_avg_8bit" in twin.state[q])
-        run(twin, twins, range(5, 7))
-        assert all(bool(q.isfinite().all()) for q in twins)
 
 
 def final_loss(states: str, seed: int, **arguments: Any) -> float:
