@@ -23,6 +23,7 @@ import preamp
 from preamp.errors import PreampError
 from preamp.sharding import full_tensor
 
+from ..session.toys import squares
 from .together import BOUNDS, DEVICE, put_infinity, tell
 
 # torch's own without foreach, its choice on a GPU, which cannot step tensors and DTensors together
@@ -103,9 +104,7 @@ class Run:
     def train(self, begin: int, end: int, *, spoilt: int = -1) -> None:
         for step in range(begin, end):
             torch.manual_seed(step)
-            with self.session.autocast():
-                loss = self.model(torch.randn(4, 8)).float().square().mean()
-            self.session.backward(loss)
+            squares(self.session, self.model, torch.randn(4, 8))
             if step == spoilt:
                 put_infinity(next(m for m in self.model.modules() if isinstance(m, nn.Linear)).weight.grad, rank=1)
             self.norms.append(float(self.session.clip_grad_norm_(0.5)))

@@ -17,6 +17,7 @@ import preamp
 from preamp.errors import PreampError
 from preamp.sharding import full_tensor
 
+from ..session.toys import step_of_squares
 from .together import clipped_steps, put_infinity, tell
 
 
@@ -109,11 +110,7 @@ def joined(level: str) -> dict[str, Any]:
         with wrapped.join():
             for step in range(3 + 2 * rank):
                 torch.manual_seed(step)
-                with session.autocast():
-                    loss = wrapped(torch.randn(4, 8)).float().square().mean()
-                session.backward(loss)
-                session.step()
-                session.zero_grad()
+                step_of_squares(session, wrapped, torch.randn(4, 8))
         own = session.steps
         last: list[Any] = [session.state_dict() if rank == 1 else None]
         dist.broadcast_object_list(last, src=1)
@@ -161,11 +158,7 @@ def batch_norms(level: str, *, compiled: bool = False) -> dict[str, Any]:
         with preamp.prepare(model, optimizer, level=level, scale=64.0 if level in ("O1", "O2") else None) as session:
             for step in range(4):
                 torch.manual_seed(step)
-                with session.autocast():
-                    loss = called(torch.randn(8, 3, 8, 8)).float().square().mean()
-                session.backward(loss)
-                session.step()
-                session.zero_grad()
+                step_of_squares(session, called, torch.randn(8, 3, 8, 8))
             model.eval()
             with session.autocast(), torch.no_grad():
                 end = [called(torch.ones(2, 3, 8, 8)).float()]
