@@ -96,30 +96,6 @@ def test_rules_hold_under_vmap_and_grad(level: str, what: str) -> None:
     assert set(seen) == {expected} and grads.dtype is low
 
 
-@pytest.mark.parametrize("level", LEVELS)
-def test_gradients_by_sample_add_up_to_those_of_the_batch(level: str) -> None:
-    """vmap(grad) over functional_call: what differential privacy and influence functions are made of."""
-    model, (x, y) = Products(), samples()
-    with prepared(model, level, **scaled(level)) as session:
-        parameters = {name: p.detach() for name, p in model.named_parameters()}
-
-        def loss_of(parameters: dict[str, Tensor], row: Tensor, label: Tensor) -> Tensor:
-            with session.autocast():
-                return F.cross_entropy(functional_call(model, parameters, (row,)), label)
-
-        by_sample = vmap(grad(loss_of), in_dims=(None, 0, 0))(parameters, x, y)
-        with session.autocast():
-            loss = F.cross_entropy(model(x), y, reduction="sum")
-        session.backward(loss)
-        session.unscale_()
-        rough = 16 * torch.finfo(LOW[level]).eps
-        for name, parameter in model.named_parameters():
-            ours = by_sample[name]
-            assert ours.dtype is parameters[name].dtype and parameter.grad is not None
-            total, true = ours.float().sum(0), parameter.grad.float()
-            assert (total - true).norm() <= rough * true.norm() + 1e-6, name
-
-
 @pytest.mark.parametrize(
     ("level", "kind"),
     [*((level, kind) for level in LEVELS for kind in ("layer", "group", "instance")

@@ -16,7 +16,7 @@ from preamp.compat.apex import amp
 from preamp.compat.apex.fp16_utils import FP16_Optimizer
 from preamp.errors import PreampWarning
 
-from .toys import Weights
+from .toys import Weights, scaled_backward
 
 OUTLIER, BATCH, OTHER = torch.tensor([100.0, 0, 0]), torch.tensor([0, 1.0, 0]), torch.tensor([0, 0, 1.0])
 EXPECTED = torch.tensor([1.0, 0.0, 1.0])
@@ -46,8 +46,7 @@ def made(level: str, **options: Any) -> tuple[nn.Module, Any]:
 
 
 def backward(model: nn.Module, optimizer: Any, given: torch.Tensor, **how: Any) -> None:
-    with amp.scale_loss(model(given), optimizer, **how) as scaled:
-        scaled.backward()
+    scaled_backward(model(given), optimizer, **how)
 
 
 @pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3", "O4", "O5"])
@@ -141,8 +140,7 @@ def test_one_parameters_gradient_is_cancelled_before_the_step(level: str) -> Non
     """As self-supervised trainings freeze their prototypes for the first epochs."""
     model, optimizer = two(level)
     for i in range(3):
-        with amp.scale_loss(model["head"](BATCH) + model["prototypes"](BATCH), optimizer) as scaled:
-            scaled.backward()
+        scaled_backward(model["head"](BATCH) + model["prototypes"](BATCH), optimizer)
         if i < 2:
             by_hand(model["prototypes"])
         optimizer.step()
@@ -207,7 +205,7 @@ def test_the_step_takes_the_masters_gradients_whatever_the_models_are(level: str
         for i in range(4):
             if passes == PASSES[0]:
                 optimizer.zero_grad()
-            with amp.scale_loss(model(torch.rand(32, 8)).sum(1).mean(), optimizer) as scaled:
+            with amp.scale_loss(model(torch.rand(32, 8)).sum(1).mean(), optimizer) as scaled:  # told of this line
                 scaled.backward()
             assert all(bool((p.grad > 0).all()) for p in model.parameters())  # type: ignore[operator]
             change(model)
@@ -234,8 +232,7 @@ def test_gradients_that_add_up_survive_a_clip_between_passes(how: dict[str, Any]
     optimizer = torch.optim.SGD(model.parameters(), 1.0)
     amp.initialize(model, optimizer, opt_level="O2", verbosity=0, loss_scale=1024.0, num_losses=2)
     x = torch.randn(32, 4)
-    with amp.scale_loss((model(x) - 3).pow(2).mean(), optimizer) as scaled:
-        scaled.backward()
+    scaled_backward((model(x) - 3).pow(2).mean(), optimizer)
     before = [p.grad.clone() for p in amp.master_params(optimizer)]  # type: ignore[union-attr]
     nn.utils.clip_grad_norm_(model.parameters(), 1e-9)
     assert not any(p.grad.any() for p in model.parameters())  # type: ignore[union-attr]
@@ -286,8 +283,7 @@ def test_a_loss_of_another_optimizer_leaves_gradients(level: str) -> None:
         backward(first, optimizers[0], BATCH)
         optimizers[0].step()
         second.zero_grad()
-        with amp.scale_loss(second(BATCH) + first(OUTLIER), optimizers[1]) as scaled:
-            scaled.backward()
+        scaled_backward(second(BATCH) + first(OUTLIER), optimizers[1])
         optimizers[1].step()
     for model in (first, second):
         assert torch.equal(model.weight.float(), torch.tensor([1.0, -1.0, 1.0]))
@@ -298,8 +294,7 @@ def test_an_optimizer_that_was_not_handed_over_is_told_at_its_step(level: str) -
     first, second = Weights(), Weights()
     optimizers = [torch.optim.SGD(m.parameters(), lr=1.0) for m in (first, second)]
     amp.initialize([first, second], optimizers, opt_level=level, verbosity=0)
-    with amp.scale_loss((first(BATCH) + second(BATCH)) * 1e-3, optimizers[0]) as scaled:
-        scaled.backward()
+    scaled_backward((first(BATCH) + second(BATCH)) * 1e-3, optimizers[0])
     optimizers[0].step()
     with pytest.raises(RuntimeError, match="all optimizers"):
         optimizers[1].step()

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from preamp.compat.apex import amp, parallel
 
 from .ranks import Checks, agree
-from .toys import batch, mlp
+from .toys import batch, mlp, scaled_backward
 
 WRAPPERS: dict[str, Any] = {
     "torch": nn.parallel.DistributedDataParallel,
@@ -39,8 +39,7 @@ def trained(level: str, wrapper: str, rank: int, world: int) -> None:
             loss = nn.functional.cross_entropy(wrapped(x), y) / 2
             if i == 3 and half == 1 and rank == world - 1 and dynamic:
                 loss = loss * math.inf
-            with amp.scale_loss(loss, optimizer) as scaled:
-                scaled.backward()
+            scaled_backward(loss, optimizer)
         nn.utils.clip_grad_norm_(amp.master_params(optimizer), 5.0)
         before = [p.clone() for p in amp.master_params(optimizer)]
         optimizer.step()

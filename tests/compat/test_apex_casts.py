@@ -1,20 +1,24 @@
-"""O1 and O4: what functions cast, and torch as it was afterwards."""
+"""O1 and O4: what functions cast, torch as it was afterwards, and that a step has no cast that none by hand has."""
 
 from __future__ import annotations
 
 import itertools
-from collections import namedtuple
+from collections import Counter, namedtuple
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from preamp.compat.apex import amp
 from preamp.compat.apex.amp import _amp_state
 from preamp.compat.apex.amp.lists import functional_overrides, tensor_overrides, torch_overrides
+
+from .toys import scaled_backward
 
 HALF, FLOAT, DOUBLE, BF16 = torch.float16, torch.float32, torch.float64, torch.bfloat16
 PLACES = (torch, F, torch.Tensor, torch.linalg, nn.RNNBase, torch.nn.modules.rnn)
@@ -374,8 +378,7 @@ def test_weights_are_cast_once_an_iteration(monkeypatch: pytest.MonkeyPatch) -> 
     casts = Casts(model.weight, monkeypatch)
     for iteration in range(1, 4):
         loss = model(model(torch.ones(2, 3))).sum()
-        with amp.scale_loss(loss, optimizer) as scaled:
-            scaled.backward()
+        scaled_backward(loss, optimizer)
         assert casts.count == iteration
         optimizer.step()
     assert not _amp_state.handle.cache
@@ -391,8 +394,7 @@ def test_train_eval_train_sees_every_change_of_a_weight(change: str) -> None:
     x = torch.ones(1, 3)
 
     def train() -> None:
-        with amp.scale_loss(model(x).float().pow(2).sum(), optimizer) as scaled:
-            scaled.backward()
+        scaled_backward(model(x).float().pow(2).sum(), optimizer)
         assert model.weight.grad is not None and model.weight.grad.abs().sum() > 0
         model.weight.grad = model.weight.grad * 0 + 1
 
@@ -450,8 +452,7 @@ def test_checkpointing_recomputes_the_same() -> None:
         x = torch.ones(2, 4, requires_grad=True)
         optimizer.zero_grad()
         result = model(x) if how is None else checkpoint(model, x, use_reentrant=how)
-        with amp.scale_loss(result.float().sum(), optimizer) as scaled:
-            scaled.backward()
+        scaled_backward(result.float().sum(), optimizer)
         gradients.append([p.grad.clone() for p in model.parameters()])  # type: ignore[union-attr]
     for others in gradients[1:]:
         assert all(torch.equal(a, b) for a, b in zip(gradients[0], others, strict=True))
@@ -522,11 +523,101 @@ def test_functions_in_no_list_take_what_the_listed_ones_give(level: str, name: s
         for _ in range(4):
             optimizer.zero_grad()
             loss = (model(torch.tensor([[1, 2, 3, 4], [4, 3, 2, 1]])) - 2).square()
-            with amp.scale_loss(loss * 2**-8, optimizer) as scaled:
-                scaled.backward()
+            scaled_backward(loss * 2**-8, optimizer)
             optimizer.step()
             losses.append(float(loss.detach()))
         amp.close()
         return losses
 
     assert trained(level) == pytest.approx(trained("O0"), rel=0.05, abs=0.05)
+
+
+# -- what it costs: the operators of a step are those of the same step with casts written by hand
+
+
+LOW = torch.bfloat16
+
+
+class Counting(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.seen[str(function)] += 1
+        return function(*args, **(kwargs or {}))
+
+
+class Network(nn.Module):
+    """A layer of each kind: attention by hand, norm, activation, a weight used twice, a loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv, self.out, self.norm = nn.Linear(8, 24), nn.Linear(8, 8), nn.LayerNorm(8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(self.norm(x)).chunk(3, -1)
+        x = x + self.out(F.softmax(q @ k.transpose(-1, -2), -1) @ v)
+        x = x + self.out(F.gelu(x))
+        return F.mse_loss(x, torch.zeros_like(x))
+
+
+def by_hand(model: Network, x: Tensor) -> Tensor:
+    """The same with every cast that the lists ask for, and no other."""
+    weights = {name: p.to(LOW) for name, p in model.named_parameters() if "norm" not in name}
+
+    def linear(name: str, given: Tensor) -> Tensor:
+        return F.linear(given, weights[f"{name}.weight"], weights[f"{name}.bias"])
+
+    q, k, v = linear("qkv", model.norm(x).to(LOW)).chunk(3, -1)
+    attended = F.softmax((q @ k.transpose(-1, -2)).float(), -1).to(LOW) @ v
+    x = x + linear("out", attended).float()
+    x = x + linear("out", F.gelu(x).to(LOW)).float()
+    return F.mse_loss(x, torch.zeros_like(x))
+
+
+def counted(step: Callable[[], None]) -> Counter[str]:
+    with Counting() as mode:
+        step()
+    return mode.seen
+
+
+def test_a_step_dispatches_what_casts_by_hand_do() -> None:
+    torch.manual_seed(0)
+    model, x = Network(), torch.randn(2, 5, 8)
+
+    def plain() -> None:
+        by_hand(model, x).backward()
+
+    expected = counted(plain)
+    gradients = [p.grad.clone() for p in model.parameters()]  # type: ignore[union-attr]
+    model.zero_grad()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    amp.initialize(model, optimizer, opt_level="O4", verbosity=0)
+
+    def step() -> None:
+        scaled_backward(model(x), optimizer)
+
+    seen = counted(step)
+    assert seen == expected
+    assert seen["aten._to_copy.default"] == expected["aten._to_copy.default"] > 0
+    for parameter, gradient in zip(model.parameters(), gradients, strict=True):
+        assert torch.equal(parameter.grad, gradient)  # type: ignore[arg-type]
+
+
+def test_a_compiled_model_casts_as_it_does_uncompiled() -> None:
+    """Wrappers are plain Python, which the compiler traces through."""
+    torch.manual_seed(0)
+    model, x = Network(), torch.randn(2, 5, 8)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    amp.initialize(model, optimizer, opt_level="O4", verbosity=0)
+    expected = model(x)
+    expected.backward()
+    gradients = [p.grad.clone() for p in model.parameters()]  # type: ignore[union-attr]
+    model.zero_grad()
+    compiled: Any = torch.compile(model, backend="aot_eager")
+    loss = compiled(x)
+    loss.backward()
+    torch.testing.assert_close(loss, expected)
+    for parameter, gradient in zip(model.parameters(), gradients, strict=True):
+        torch.testing.assert_close(parameter.grad, gradient, rtol=2e-2, atol=2e-2)

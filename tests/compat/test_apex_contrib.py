@@ -27,6 +27,8 @@ from preamp.compat.apex._scaler import LossScaler
 from preamp.compat.apex.contrib.optimizers import FP16_Optimizer, FusedAdam
 from preamp.compat.apex.optimizers import fused_adam as fused_adam_cuda
 
+from .toys import scaled_backward
+
 # -- what subclasses of the optimizers look for
 
 OPERATORS = {
@@ -228,8 +230,7 @@ def test_layers_under_amp(level: str) -> None:
     for _ in range(30):
         loss = SoftmaxCrossEntropyLoss.apply(model(x), y, 0.0, 0, True).mean()
         optimizer.zero_grad()
-        with amp.scale_loss(loss, optimizer) as scaled:
-            scaled.backward()
+        scaled_backward(loss, optimizer)
         optimizer.step()
         losses.append(float(loss.detach()))
     assert losses[-1] < losses[0] / 2

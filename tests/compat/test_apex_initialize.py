@@ -21,7 +21,7 @@ from preamp.compat.apex.fp16_utils import FP16_Optimizer
 from preamp.compat.apex.parallel import LARC, DistributedDataParallel
 from preamp.errors import PreampWarning
 
-from .toys import LEVELS, batch, mlp, train
+from .toys import LEVELS, batch, mlp, scaled_backward, train
 
 HALF, FLOAT = torch.float16, torch.float32
 
@@ -444,8 +444,7 @@ def test_compiled_models_are_one_clear_error_where_the_forward_casts(compiled: A
     for level in ("O1", "O4"):
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         amp.initialize(model, optimizer, opt_level=level, verbosity=0)
-        with amp.scale_loss(model(torch.ones(2, 4)).sum(), optimizer) as scaled:
-            scaled.backward()
+        scaled_backward(model(torch.ones(2, 4)).sum(), optimizer)
         optimizer.step()
         amp.close()
     assert all(before[name].dtype is value.dtype for name, value in model.state_dict().items())
@@ -476,8 +475,7 @@ def test_what_is_frozen_at_first_trains_as_the_others_once_it_is_not(how: str) -
             hidden = model[2](model[1](model[0](x.bfloat16()).float()))
             optimizer.backward(nn.functional.cross_entropy(model[3](hidden.bfloat16()).float(), y))
         else:
-            with amp.scale_loss(nn.functional.cross_entropy(model(x), y), optimizer) as scaled:
-                scaled.backward()
+            scaled_backward(nn.functional.cross_entropy(model(x), y), optimizer)
         nn.functional.cross_entropy(plain(x), y).backward()
         optimizer.step(), reference.step()
     for mine, wanted in zip(model.parameters(), plain.parameters(), strict=True):

@@ -25,7 +25,7 @@ from preamp.compat.apex.optimizers import (
 from preamp.errors import OptimizerError
 from preamp.optim import LAMB, SGD, Adagrad, Adam, AdamW, NovoGrad
 
-from .toys import through_a_file
+from .toys import scaled_backward, through_a_file
 
 Make = Callable[[Any], Any]
 
@@ -267,8 +267,7 @@ def train(model: nn.Module, optimizer: Any, steps: int) -> list[float]:
     for _ in range(steps):
         optimizer.zero_grad()
         loss = loss_of(model)
-        with amp.scale_loss(loss, optimizer) as scaled:
-            scaled.backward()
+        scaled_backward(loss, optimizer)
         optimizer.step()
         losses.append(loss.item())
     return losses

@@ -1,4 +1,4 @@
-"""amp.scale_loss and the steps after it: accumulation, overflow, several losses, models and optimizers."""
+"""amp.scale_loss, in its forms of 2019 and of 2018, and the steps after it: accumulation, overflow, several losses."""
 
 from __future__ import annotations
 
@@ -13,8 +13,10 @@ from torch import Tensor, nn
 from preamp.compat.apex import amp
 from preamp.compat.apex._scaler import LossScaler
 from preamp.compat.apex.amp import _amp_state
+from preamp.compat.apex.amp import amp as amp_module
+from preamp.compat.apex.amp.handle import OptimWrapper
 
-from .toys import LEVELS, Weights, batch, mlp, train
+from .toys import LEVELS, Weights, batch, mlp, scaled_backward
 
 HALF, FLOAT = torch.float16, torch.float32
 ONES = torch.ones(3)
@@ -30,8 +32,7 @@ def prepared(level: str, **options: Any) -> tuple[Weights, torch.optim.SGD]:
 
 
 def backward(model: nn.Module, optimizer: Any, given: Tensor, **options: Any) -> None:
-    with amp.scale_loss(model(given), optimizer, **options) as scaled:
-        scaled.backward()
+    scaled_backward(model(given), optimizer, **options)
 
 
 def test_before_initialize() -> None:
@@ -202,8 +203,7 @@ def test_sparse_gradients(level: str) -> None:
     amp.initialize(model, optimizer, opt_level=level, verbosity=0, loss_scale=8.0)
     start = model.weight.detach().float().clone()
     for _ in range(2):
-        with amp.scale_loss(model(torch.tensor([1, 1, 2])).float().sum(), optimizer) as scaled:
-            scaled.backward()
+        scaled_backward(model(torch.tensor([1, 1, 2])).float().sum(), optimizer)
     optimizer.step()
     moved = start - model.weight.detach().float()
     torch.testing.assert_close(moved, torch.tensor([[0.0] * 2, [4.0] * 2, [2.0] * 2, [0.0] * 2]), atol=0.02, rtol=0)
@@ -216,8 +216,7 @@ def test_parameters_without_gradients_and_frozen_ones(level: str) -> None:
     optimizer = torch.optim.SGD(model.parameters(), 0.125)
     amp.initialize(model, optimizer, opt_level=level, verbosity=0, loss_scale=16.0)
     for _ in range(2):
-        with amp.scale_loss(model["used"](ONES), optimizer) as scaled:
-            scaled.backward()
+        scaled_backward(model["used"](ONES), optimizer)
     grads = [p.grad for p in amp.master_params(optimizer)]
     assert grads[0] is not None and grads[1] is None and grads[2] is None
     optimizer.step()
@@ -232,8 +231,7 @@ def test_add_param_group(level: str, started: bool) -> None:
     amp.initialize([first, second], optimizer, opt_level=level, verbosity=0, loss_scale=16.0)
 
     def both() -> None:
-        with amp.scale_loss(first(ONES) + second(ONES), optimizer) as scaled:
-            scaled.backward()
+        scaled_backward(first(ONES) + second(ONES), optimizer)
         optimizer.step()
         optimizer.zero_grad()
         second.zero_grad()
@@ -282,8 +280,7 @@ def many(level: str, number: int, wrong: tuple[int, int, int] | None, losses: in
                     given = INF
                 total = total + models[m](given)
             concerned = optimizers if number == 1 else (optimizers[:1], optimizers)[which]
-            with amp.scale_loss(total, concerned, loss_id=which if losses == 2 else 0) as scaled:
-                scaled.backward()
+            scaled_backward(total, concerned, loss_id=which if losses == 2 else 0)
         for optimizer in optimizers:
             optimizer.step()
     scales = [value["loss_scale"] for value in amp.state_dict().values()]
@@ -370,20 +367,6 @@ def test_unscaling_by_hand(dtypes: tuple[torch.dtype, torch.dtype]) -> None:
     assert float(master[0][0, 0]) == 8.0
 
 
-def test_levels_train_alike() -> None:
-    """Losses of every level stay near those of float32 on the same batches."""
-    results = {}
-    for level in LEVELS:
-        model = mlp()
-        optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
-        amp.initialize(model, optimizer, opt_level=level, verbosity=0)
-        results[level] = train(model, optimizer, 20, clip=1.0)
-        assert model(batch()[0]).isfinite().all()
-        amp.close()
-    for level, losses in results.items():
-        assert max(abs(a - b) for a, b in zip(losses, results["O0"], strict=True)) < 0.1, level
-
-
 def test_float64_and_bfloat16_parameters_are_carried_along() -> None:
     for dtype in (torch.float64, torch.bfloat16):
         model = Weights().to(dtype)
@@ -394,3 +377,73 @@ def test_float64_and_bfloat16_parameters_are_carried_along() -> None:
         assert model.weight.dtype is dtype and float(model.weight[0].detach()) == 0.875
         assert _amp_state.loss_scalers[0]._unskipped == 1
         amp.close()
+
+
+# -- the API of 2018: amp.init, handle.scale_loss, wrapped optimizers, which Apex's last releases refused
+
+
+def test_handles() -> None:
+    off: Any = amp.init(enabled=False)
+    assert not off.is_active() and amp_module._DECORATOR_HANDLE is off and not hasattr(amp._amp_state, "handle")
+    loss = torch.zeros(())
+    with off.scale_loss(loss, None) as same:
+        assert same is loss
+    with off._disable_casts():
+        pass
+    assert not off.has_cache and not off.verbose
+    off._clear_cache()
+    off._deactivate()
+    on: Any = amp.init(enable_caching=False, verbose=True)
+    assert on.is_active() and amp_module._DECORATOR_HANDLE is on and amp._amp_state.handle is on
+    assert not on.has_cache and on.verbose and on.cache == {}
+    with on._disable_casts():
+        assert not on.is_active()
+    assert on.is_active()
+
+
+def test_handle_scale_loss_trains_and_skips(capsys: pytest.CaptureFixture[str]) -> None:
+    handle: Any = amp.init(enabled=True)
+    model = mlp()
+    optimizer = torch.optim.Adam(model.parameters(), 1e-2)
+    losses = []
+    for i in range(12):
+        x, y = batch(0)
+        optimizer.zero_grad()
+        loss = nn.functional.cross_entropy(model(x), y)
+        if i == 5:
+            loss = loss * math.inf
+        with handle.scale_loss(loss, optimizer) as scaled:
+            scaled.backward()
+        before = [p.clone() for p in model.parameters()]
+        optimizer.step()
+        assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True)) == (i == 5)
+        losses.append(float(loss.detach()))
+    assert losses[-1] < losses[0]
+    assert "Gradient overflow.  Skipping step, loss scaler 0 reducing loss scale to 32768.0" in capsys.readouterr().out
+
+
+def test_wrapped_optimizer(capsys: pytest.CaptureFixture[str]) -> None:
+    handle: Any = amp.init()
+    model = Weights()
+    optimizer: Any = handle.wrap_optimizer(torch.optim.SGD(model.parameters(), 0.25, momentum=0.5), num_loss=2)
+    assert isinstance(optimizer, OptimWrapper)
+    assert optimizer.param_groups[0]["lr"] == 0.25  # everything else is the optimizer's
+    for given in (ONES, ONES * 2):
+        with optimizer.scale_loss(model(given)) as scaled:
+            scaled.backward()
+    assert model.weight.grad is not None and torch.equal(model.weight.grad, ONES * 3)
+    optimizer.step()
+    assert torch.equal(model.weight, ONES * 0.25)
+    optimizer.zero_grad()
+    for given in (ONES, INF):
+        with optimizer.scale_loss(model(given)) as scaled:
+            scaled.backward()
+    optimizer.step()
+    assert torch.equal(model.weight, ONES * 0.25)
+    assert "loss scaler 1 reducing loss scale to 32768.0" in capsys.readouterr().out
+    assert [s.loss_scale() for s in optimizer._loss_scaler] == [65536.0, 32768.0]
+    for _ in range(2):
+        with optimizer.scale_loss(model(ONES)) as scaled:
+            scaled.backward()
+    with pytest.raises(IndexError), optimizer.scale_loss(model(ONES)):
+        pass

@@ -12,6 +12,8 @@ from torch import Tensor, nn
 from preamp.compat.apex import amp
 from preamp.compat.apex.optimizers import FusedSGD
 
+from .toys import scaled_backward
+
 OPTIMIZERS: dict[str, Any] = {
     "SGD": torch.optim.SGD,
     "FusedSGD": FusedSGD,
@@ -85,8 +87,7 @@ def test_lbfgs_where_there_are_no_masters(level: str) -> None:
     def closure() -> Tensor:
         optimizer.zero_grad()
         loss = nn.functional.mse_loss(model(x), y)
-        with amp.scale_loss(loss, optimizer) as scaled:
-            scaled.backward()
+        scaled_backward(loss, optimizer)
         return loss.detach()
 
     first = float(closure())

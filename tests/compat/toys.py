@@ -24,6 +24,12 @@ def batch(seed: int = 0, size: int = 8) -> tuple[Tensor, Tensor]:
     return torch.randn(size, 6, generator=generator), torch.randint(0, 3, (size,), generator=generator)
 
 
+def scaled_backward(loss: Tensor, optimizer: Any, **how: Any) -> None:
+    """The backward pass as every script for Apex has it."""
+    with amp.scale_loss(loss, optimizer, **how) as scaled:
+        scaled.backward()
+
+
 def train(model: nn.Module, optimizer: Any, steps: int, start: int = 0, clip: float | None = None) -> list[float]:
     """The usual loop; losses."""
     losses = []
@@ -31,8 +37,7 @@ def train(model: nn.Module, optimizer: Any, steps: int, start: int = 0, clip: fl
         x, y = batch(i)
         loss = nn.functional.cross_entropy(model(x), y)
         optimizer.zero_grad()
-        with amp.scale_loss(loss, optimizer) as scaled:
-            scaled.backward()
+        scaled_backward(loss, optimizer)
         if clip is not None:
             nn.utils.clip_grad_norm_(amp.master_params(optimizer), clip)
         optimizer.step()

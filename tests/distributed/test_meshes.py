@@ -18,7 +18,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 import preamp
 
-from .together import DEVICE, tell
+from .together import BOUNDS, DEVICE, clipped_steps, put_infinity, tell
 
 MAKERS: dict[str, Callable[..., Any]] = {
     "SGD": preamp.optim.SGD,
@@ -54,33 +54,14 @@ def build() -> nn.Sequential:
 def train(model: nn.Module, level: str, maker: str) -> dict[str, Any]:
     """Five steps on the same data in every rank; one rank meets an infinity in the fourth."""
     optimizer = MAKERS[maker](model.parameters(), lr=0.1)
-    norms, skips, names = [], [], []
+    first = next(model.parameters())
+    last = dist.get_world_size() - 1
     with preamp.prepare(model, optimizer, level=level, scale=1024.0 if level in ("O1", "O2") else None) as session:
-        for step in range(5):
-            torch.manual_seed(step)
-            with session.autocast():
-                loss = model(torch.randn(4, 8)).float().square().mean()
-            session.backward(loss)
-            if step == 3:
-                spoil(model)
-            norms.append(float(session.clip_grad_norm_(0.5)))
-            report = session.step()
-            skips.append(report.skipped)
-            names.append(list(report.nonfinite))
-            session.zero_grad()
+        told = clipped_steps(session, model, 5, lambda step: put_infinity(first.grad, last) if step == 3 else None)
         scale = session.loss_scale()
     whole: list[Any] = [p.full_tensor() if hasattr(p, "full_tensor") else p for p in model.parameters()]
     weights = [p.flatten().tolist() for p in whole]
-    return {"norms": norms, "skips": skips, "names": names, "scale": scale, "weights": weights}
-
-
-def spoil(model: nn.Module) -> None:
-    """An infinity in the last rank's part of a gradient; or in the gradient, where there are no parts."""
-    gradient: Any = next(model.parameters()).grad
-    if not hasattr(gradient, "to_local"):
-        gradient[0, 0] = torch.inf
-    elif dist.get_rank() == dist.get_world_size() - 1:
-        gradient.to_local()[0, 0] = torch.inf
+    return {**told, "scale": scale, "weights": weights}
 
 
 def shard(model: nn.Sequential, mesh: Any, level: str) -> None:
@@ -103,9 +84,6 @@ def act(folder: Path) -> dict[str, Any]:
             told[f"{kind} {level} {maker}"] = train(model, level, maker)
     return told
 
-
-BOUNDS = {"O0": 1e-5, "O1": 5e-3, "O2": 5e-3, "O4": 3e-2, "O5": 3e-2}
-"""How far the end may be from that of one process, over the way trained."""
 
 ROUGH = {"AdamW in 8 bits": 3e-2, "Muon": 3e-2, "Lion": 3e-2}
 """What rounds by chances of each rank's own, in bfloat16, or to a sign."""

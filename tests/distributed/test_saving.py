@@ -24,6 +24,7 @@ from preamp.errors import CheckpointError
 from preamp.kernels import join, split
 from preamp.sharding import full_tensor
 
+from ..session.toys import step_of_squares
 from .together import tell
 
 LEVEL = "O5"
@@ -58,11 +59,7 @@ class Run:
     def train(self, steps: int) -> None:
         for _ in range(steps):
             torch.manual_seed(self.session.steps)
-            with self.session.autocast():
-                loss = self.model(torch.randint(12, (8,))).float().square().mean()
-            self.session.backward(loss)
-            self.session.step()
-            self.session.zero_grad()
+            step_of_squares(self.session, self.model, torch.randint(12, (8,)))
 
     def whole(self) -> dict[str, Tensor]:
         state = self.model.state_dict()
@@ -115,11 +112,7 @@ class Form:
     def train(self, steps: int) -> None:
         for _ in range(steps):
             torch.manual_seed(self.session.steps)
-            with self.session.autocast():
-                loss = self.model(torch.randn(8, 256)).float().square().mean()
-            self.session.backward(loss)
-            self.session.step()
-            self.session.zero_grad()
+            step_of_squares(self.session, self.model, torch.randn(8, 256))
 
     def held(self) -> list[Tensor]:
         """Weights in float32 and both moments, gathered, in the order of parameters."""

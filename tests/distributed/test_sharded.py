@@ -15,10 +15,10 @@ from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 
 import preamp
 from preamp.errors import PreampError
-from preamp.kernels import dequantize
 from preamp.sharding import full_tensor
 
-from .together import tell
+from ..session.toys import step_of_squares
+from .together import clipped_steps, put_infinity, tell
 
 
 def build() -> nn.Sequential:
@@ -32,23 +32,11 @@ def train(
     """Four steps on the same data in every rank; `spoil` changes gradients before clipping."""
     make: Any = torch.optim.SGD if kind == "torch" else preamp.optim.SGD
     optimizer = make(model.parameters(), lr=0.1)
-    norms, skips, names = [], [], []
     with preamp.prepare(model, optimizer, level=level, **options) as session:
-        for step in range(4):
-            torch.manual_seed(step)
-            with session.autocast():
-                loss = model(torch.randn(4, 8)).float().square().mean()
-            session.backward(loss)
-            if spoil is not None:
-                spoil(step)
-            norms.append(float(session.clip_grad_norm_(0.5)))
-            report = session.step()
-            skips.append(report.skipped)
-            names.append(list(report.nonfinite))
-            session.zero_grad()
+        told = clipped_steps(session, model, 4, spoil)
         scale = session.state_dict()["losses"]["loss"]
     scale = {name: value.tolist() if isinstance(value, torch.Tensor) else value for name, value in scale.items()}
-    return {"norms": norms, "skips": skips, "names": names, "scale": scale}
+    return {**told, "scale": scale}
 
 
 def one_shard_spoilt(scale: str) -> dict[str, Any]:
@@ -57,8 +45,8 @@ def one_shard_spoilt(scale: str) -> dict[str, Any]:
     fully_shard(model, mp_policy=policy.fsdp())
 
     def spoil(step: int) -> None:
-        if step == 1 and dist.get_rank() == 1:
-            model[0].weight.grad.to_local()[0] = torch.inf
+        if step == 1:
+            put_infinity(model[0].weight.grad, rank=1)
 
     return train(model, "O2", "preamp", spoil=spoil, scale=scale)
 
@@ -122,11 +110,7 @@ def joined(level: str) -> dict[str, Any]:
         with wrapped.join():
             for step in range(3 + 2 * rank):
                 torch.manual_seed(step)
-                with session.autocast():
-                    loss = wrapped(torch.randn(4, 8)).float().square().mean()
-                session.backward(loss)
-                session.step()
-                session.zero_grad()
+                step_of_squares(session, wrapped, torch.randn(4, 8))
         own = session.steps
         last: list[Any] = [session.state_dict() if rank == 1 else None]
         dist.broadcast_object_list(last, src=1)
@@ -135,48 +119,6 @@ def joined(level: str) -> dict[str, Any]:
         masters = {name: value.tolist() for name, value in state["masters"].items()}
         weights = [p.detach().float().flatten().tolist() for p in model.parameters()]
     return {"own": own, "steps": state["steps"], "masters": masters, "weights": weights}
-
-
-def states_of_both_kinds() -> dict[str, bool]:
-    """Moments in 8 bits of shards, loaded as float32 and back, and by an optimizer that has the whole parameters."""
-
-    def made(states: str, *, whole: bool = False) -> tuple[nn.Module, Any]:
-        torch.manual_seed(0)
-        model = nn.Linear(512, 9)
-        if not whole:
-            fully_shard(model)
-        return model, preamp.optim.AdamW(model.parameters(), lr=0.1, states=states)
-
-    def held(optimizer: Any) -> dict[str, torch.Tensor]:
-        state: dict[str, Any] = optimizer.state_dict()["state"][0]
-        return {name: full_tensor(value) for name, value in state.items() if name != "step"}
-
-    def meant(optimizer: Any) -> list[torch.Tensor]:
-        state = held(optimizer)
-        names = ("exp_avg", "exp_avg_sq")
-        return [dequantize(state[f"{name}_8bit"], state[f"{name}_scale"].flatten()) for name in names]
-
-    model, coded = made("8bit")
-    for step in range(2):
-        torch.manual_seed(step)
-        model(torch.randn(4, 512)).square().mean().backward()
-        coded.step()
-        coded.zero_grad()
-    (_, wide), (_, back), (_, alone) = made("float32"), made("8bit"), made("8bit", whole=True)
-    wide.load_state_dict(coded.state_dict())
-    back.load_state_dict(wide.state_dict())
-    gathered = coded.state_dict()
-    for state in gathered["state"].values():
-        state.update({name: full_tensor(value) for name, value in state.items()})
-    alone.load_state_dict(gathered)
-    same = [(held(coded), held(each)) for each in (back, alone)]
-    return {
-        "coded": held(coded)["exp_avg_8bit"].dtype is torch.int8 and held(coded)["exp_avg_scale"].shape == (9, 2),
-        "as float32": all(map(torch.equal, meant(coded), (held(wide)["exp_avg"], held(wide)["exp_avg_sq"]))),
-        "and back": all(torch.equal(a, same[0][1][name]) for name, a in same[0][0].items()),
-        "whole": all(torch.equal(a.flatten(), same[1][1][name].flatten()) for name, a in same[1][0].items()),
-        "told": max(float(each.abs().max()) for each in meant(coded)) > 0,
-    }
 
 
 def masters_of_16_bit_shards(master: str) -> dict[str, Any]:
@@ -216,11 +158,7 @@ def batch_norms(level: str, *, compiled: bool = False) -> dict[str, Any]:
         with preamp.prepare(model, optimizer, level=level, scale=64.0 if level in ("O1", "O2") else None) as session:
             for step in range(4):
                 torch.manual_seed(step)
-                with session.autocast():
-                    loss = called(torch.randn(8, 3, 8, 8)).float().square().mean()
-                session.backward(loss)
-                session.step()
-                session.zero_grad()
+                step_of_squares(session, called, torch.randn(8, 3, 8, 8))
             model.eval()
             with session.autocast(), torch.no_grad():
                 end = [called(torch.ones(2, 3, 8, 8)).float()]
@@ -293,7 +231,7 @@ def act(folder: Path) -> dict[str, Any]:
         **{f"flat {level}": flat_parameters(level) for level in ("O1", "O4")},
         **{f"wire {name}": on_the_wire(name) for name in ("bfloat16", "float16")},
         **{f"joined {level}": joined(level) for level in ("O1", "O2", "O5")},
-        "stages": stages(), "orders": orders(), "states": states_of_both_kinds(),
+        "stages": stages(), "orders": orders(),
         **{f"batch norms {level}": batch_norms(level) for level in ("O1", "O2", "O3", "O4", "O5")},
         "batch norms, compiled": batch_norms("O5", compiled=True),
         **{f"16-bit shards, {master}": masters_of_16_bit_shards(master) for master in ("float32", "split", "split24")},
@@ -358,11 +296,6 @@ def test_after_uneven_inputs_ranks_go_on_alike(told: list[dict[str, Any]], level
 )
 def test_an_optimizer_keeps_masters_of_16_bit_shards(told: list[dict[str, Any]], master: str, dtype: str) -> None:
     assert all(each[f"16-bit shards, {master}"] == {"same": True, "dtype": dtype} for each in told)
-
-
-@pytest.mark.parametrize("what", ["coded", "as float32", "and back", "whole", "told"])
-def test_moments_in_8_bits_of_shards_are_loaded_by_every_kind(told: list[dict[str, Any]], what: str) -> None:
-    assert all(each["states"][what] for each in told)
 
 
 @pytest.mark.parametrize(

@@ -17,10 +17,44 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+import preamp
+
 from .. import forks
 
 ROOT = Path(__file__).parents[2]
 DEVICE = os.environ.get("PREAMP_TESTS_DEVICE", "cpu")
+
+
+BOUNDS = {"O0": 1e-5, "O1": 5e-3, "O2": 5e-3, "O3": 3e-2, "O4": 3e-2, "O5": 3e-2}
+"""How far the end may be from that of one process, over the way trained: a few units in the last place of a level."""
+
+
+def put_infinity(gradient: Any, rank: int) -> None:
+    """Into this rank's part of a gradient; or into the gradient, where there are no parts."""
+    if not hasattr(gradient, "to_local"):
+        gradient[0, 0] = torch.inf
+    elif dist.get_rank() == rank:
+        gradient.to_local()[0, 0] = torch.inf
+
+
+def clipped_steps(
+    session: preamp.Session, model: Any, steps: int, spoil: Callable[[int], None] | None = None
+) -> dict[str, Any]:
+    """Norms, skips and names of the sick, in steps on the same data in every rank; `spoil` changes gradients."""
+    told: dict[str, Any] = {"norms": [], "skips": [], "names": []}
+    for step in range(steps):
+        torch.manual_seed(step)
+        with session.autocast():
+            loss = model(torch.randn(4, 8)).float().square().mean()
+        session.backward(loss)
+        if spoil is not None:
+            spoil(step)
+        told["norms"].append(float(session.clip_grad_norm_(0.5)))
+        report = session.step()
+        told["skips"].append(report.skipped)
+        told["names"].append(list(report.nonfinite))
+        session.zero_grad()
+    return told
 
 
 def told_by(script: str, ranks: int, folder: Path, *arguments: str) -> list[dict[str, Any]]:

@@ -21,6 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import preamp
 
+from ..session.toys import squares
 from .training import no_waiting
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
@@ -55,9 +56,7 @@ def train(session: preamp.Session, model: nn.Module, device: str, begin: int = 0
             x[0, 0] = torch.inf if step == 8 and half else x[0, 0]
             x = x.to(device)
             with session.no_sync(model) if half == 0 else contextlib.nullcontext():
-                with session.autocast():
-                    loss = model(x).float().square().mean()
-                session.backward(loss, sync=half == 1)
+                squares(session, model, x, sync=half == 1)
         with no_waiting() if step > 6 else contextlib.nullcontext():
             session.clip_grad_norm_(0.5)
             session.step()
@@ -161,9 +160,7 @@ def test_a_captured_step_under_ddp(level: str, monkeypatch: pytest.MonkeyPatch) 
         torch.cuda.synchronize()
 
         def step(x: Tensor) -> Tensor:
-            with session.autocast():
-                loss = wrapped(x).float().square().mean()
-            session.backward(loss)
+            loss = squares(session, wrapped, x)
             session.step()
             session.zero_grad()
             return loss.detach()

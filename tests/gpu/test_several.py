@@ -14,6 +14,7 @@ import preamp
 from preamp.kernels import global_norm, read
 from preamp.scaling import LossScale
 
+from ..session.toys import squares
 from .test_one_rank import alone, check_alike, network, trained, weights
 from .training import no_waiting
 
@@ -72,9 +73,7 @@ def test_an_optimizer_for_each(level: str, first: str, second: str, turned: bool
                 x = torch.randn(8, 16, generator=torch.Generator().manual_seed(step))
                 x[0, 0] = torch.inf if step in (3, 8) else x[0, 0]
                 x = x.to("cuda:0")
-                with session.autocast():
-                    loss = model(x).float().square().mean()
-                session.backward(loss)
+                squares(session, model, x)
                 with no_waiting() if step > 4 and not waits else contextlib.nullcontext():
                     norm = session.clip_grad_norm_(0.5)
                     session.step()
@@ -102,9 +101,7 @@ def test_a_loss_for_each(scale: str) -> None:
             for name, model in models.items():
                 x = torch.randn(8, 16, generator=torch.Generator().manual_seed(step))
                 x[0, 0] = torch.inf if step in (2, 5) and name == "far" else x[0, 0]
-                with session.autocast():
-                    loss = model(x.to(next(model.parameters()).device)).float().square().mean()
-                session.backward(loss, name=name)
+                squares(session, model, x.to(next(model.parameters()).device), name=name)
             session.clip_grad_norm_(0.5)
             session.step()
             session.zero_grad()

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 import preamp
 
+from ..session.toys import squares, step_of_squares
 from .training import CASES, DEVICE, MAKERS, OPTIMIZERS, batch, network, no_waiting, scaled, spoiled, train_step
 
 pytestmark = pytest.mark.gpu
@@ -70,9 +71,7 @@ def test_a_write_through_data_is_found_where_values_are_compared(pile: int, monk
         with session.full_precision(values_only=True):
             wanted = [parameter.clone() for parameter in model.parameters()]
         for step in range(6):
-            with session.autocast():
-                loss = model(x).float().square().mean()
-            session.backward(loss)
+            squares(session, model, x)
             if step == 2:
                 convolution.weight.data[1].mul_(3.0)
                 model[2].bias.data[0] = 7.0
@@ -92,9 +91,7 @@ def test_values_are_compared_in_few_launches() -> None:
     with preamp.prepare(model, preamp.optim.SGD(model.parameters(), 0.1), level="O2") as session:
         counts = []
         for _ in range(40):
-            with session.autocast():
-                loss = model(torch.ones(2, 8, device=DEVICE)).float().square().mean()
-            session.backward(loss)
+            squares(session, model, torch.ones(2, 8, device=DEVICE))
             counts.append(launches(session.step))
             session.zero_grad()
     assert max(counts[8:]) <= min(counts[8:]) + 160  # one by one the 80 parameters took 880 more
@@ -162,9 +159,7 @@ def test_gradients_on_another_device_are_refused(level: str) -> None:
     model = nn.Linear(16, 4).to("cuda")
     with preamp.prepare(model, preamp.optim.AdamW(model.parameters()), level=level) as session:
         for moved in (False, False, True):
-            with session.autocast():
-                loss = model(torch.ones(8, 16, device="cuda")).float().pow(2).mean()
-            session.backward(loss)
+            squares(session, model, torch.ones(8, 16, device="cuda"))
             if moved:
                 assert model.weight.grad is not None
                 model.weight.grad.data = model.weight.grad.data.cpu()
@@ -192,11 +187,7 @@ def test_masters_that_somebody_has_are_followed_to_other_memory() -> None:
                     old = [master.data for master in masters.values()]
                     for master in masters.values():
                         master.data = master.data.clone()
-                with session.autocast():
-                    loss = model(torch.ones(8, 16, device="cuda")).float().pow(2).mean()
-                session.backward(loss)
-                session.step()
-                session.zero_grad()
+                step_of_squares(session, model, torch.ones(8, 16, device="cuda"))
             assert len(old) == 2 * moves
             ends.append([p.detach().float() for p in model.parameters()] + [m.clone() for m in masters.values()])
     assert all(map(torch.equal, *ends))

@@ -30,6 +30,7 @@ from preamp.plan import plan
 from preamp.plan._shapes import count_of
 
 from ..rows import over
+from ..session.toys import squares
 
 CASES = {
     "FSDP2 O0": ("fsdp2", "O0", "float32"), "FSDP2 O2": ("fsdp2", "O2", "float32"),
@@ -139,9 +140,7 @@ def rows(memory: preamp.session.Memory) -> dict[tuple[str, torch.dtype], int]:
 
 
 def step(session: preamp.Session, model: nn.Module) -> None:
-    with session.autocast():
-        loss = model(torch.randn(8, 64)).float().square().mean()
-    session.backward(loss)
+    squares(session, model, torch.randn(8, 64))
     session.step()
 
 

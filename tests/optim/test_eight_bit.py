@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import re
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,16 +14,13 @@ from torch import nn
 from torch.nn import Parameter
 
 from preamp.errors import OptimizerError
-from preamp.kernels import dequantize
-from preamp.optim import SGD, Adam, AdamW, Lion, Muon
+from preamp.optim import Adam, AdamW
 from preamp.optim._eight_bit import NAMES
 
 from .gradients import give, run
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "optimizers.md"
 BF16 = torch.bfloat16
-BY_CHANCE = {"master": None, "rounding": "stochastic"}
-KINDS: list[dict[str, Any]] = [*({"master": kind} for kind in ("float32", "split", "split24")), BY_CHANCE]
 
 
 def made(dtype: torch.dtype = BF16) -> list[Parameter]:
@@ -71,25 +67,6 @@ def bytes_a_parameter(dtype: torch.dtype, kind: Any = AdamW, **arguments: Any) -
     return sum(t.numel() * t.element_size() for t in held) / param.numel()
 
 
-@pytest.mark.parametrize(
-    ("dtype", "arguments", "wanted"),
-    [
-        (torch.float32, {"states": "8bit"}, 4 + 4 + 2 + 2 / 64),
-        (BF16, {"master": "float32", "states": "8bit"}, 2 + 2 + 4 + 2 + 2 / 64),
-        (BF16, {"master": "split", "states": "8bit"}, 2 + 2 + 2 + 2 + 2 / 64),
-        (BF16, {"master": "split24", "states": "8bit"}, 2 + 2 + 1 + 2 + 2 / 64),
-        (BF16, {"master": None, "rounding": "stochastic", "states": "8bit"}, 2 + 2 + 2 + 2 / 64),
-        *(
-            (BF16, {"kind": kind, **masters}, 2 + 2 + moments + size)
-            for kind, moments in ((AdamW, 8), (Lion, 4), (Muon, 4), (partial(SGD, momentum=0.9), 4))
-            for masters, size in (({}, 4), ({"master": "split"}, 2), ({"master": "split24"}, 1), (BY_CHANCE, 0))
-        ),
-    ],
-)
-def test_bytes_a_parameter(dtype: torch.dtype, arguments: dict[str, Any], wanted: float) -> None:
-    assert bytes_a_parameter(dtype, **arguments) == wanted
-
-
 def test_the_table_of_the_page_is_counted() -> None:
     rows = re.findall(r"^\| (\w+) \| `(.+?)` \| ([\d.]+) \| ([\d.]+) \|$", PAGE.read_text(encoding="utf-8"), re.M)
     assert len(rows) == 6
@@ -98,28 +75,6 @@ def test_the_table_of_the_page_is_counted() -> None:
         dtype = {"float32": torch.float32, "bfloat16": BF16, "float16": torch.float16}[name]
         assert f"{bytes_a_parameter(dtype, **values):.2f}" == wide
         assert f"{bytes_a_parameter(dtype, **values, states='8bit'):.2f}" == coded
-
-
-@pytest.mark.parametrize("kind", KINDS, ids=str)
-def test_states_of_one_kind_load_into_the_other(kind: dict[str, Any]) -> None:
-    for mine, theirs in (("8bit", "float32"), ("float32", "8bit")):
-        params, twins = made(), made()
-        optimizer, twin = AdamW(params, 1e-2, states=mine, **kind), AdamW(twins, 1e-2, states=theirs, **kind)
-        run(optimizer, params, range(5))
-        twin.load_state_dict(copy.deepcopy(optimizer.state_dict()))
-        for p, q in zip(params, twins, strict=True):
-            moments = [optimizer.state[p], twin.state[q]]
-            for name in ("exp_avg", "exp_avg_sq"):
-                a, b = (
-                    dequantize(s[f"{name}_8bit"], s[f"{name}_scale"]) if f"{name}_8bit" in s else s[name]
-                    for s in moments
-                )
-                assert a.dtype is b.dtype is torch.float32
-                assert torch.allclose(a, b, rtol=0.0626, atol=float(b.abs().max()) * 1e-4 if b.numel() else 0)
-            assert ("exp_avg_8bit" in twin.state[q]) == (theirs == "8bit" and q.numel() >= 4096)
-            assert ("exp_avg" in twin.state[q]) != ("exp_avg_8bit" in twin.state[q])
-        run(twin, twins, range(5, 7))
-        assert all(bool(q.isfinite().all()) for q in twins)
 
 
 def final_loss(states: str, seed: int, **arguments: Any) -> float:

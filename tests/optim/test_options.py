@@ -1,4 +1,4 @@
-"""Options that no step can be made with: refused when an optimizer is made, gets a group, or loads a state."""
+"""Options that no step can be made with: refused as an optimizer is made, gets a group, loads, or is prepared."""
 
 from __future__ import annotations
 
@@ -9,11 +9,15 @@ import numpy
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import Parameter
 
+import preamp
 from preamp import optim
-from preamp.errors import OptimizerError
+from preamp.errors import OptimizerError, PolicyError
+from preamp.optim import Adagrad, Adam, AdamW
 
 from ..rows import check_rows
+from ..session.toys import loss_of, mlp, same, weights
 
 NAN, INFINITE = float("nan"), float("inf")
 NUMBERS = {
@@ -104,3 +108,36 @@ def test_taken(kind: str, options: dict[str, Any]) -> None:
     optimizer.step()
     assert p.isfinite().all() and not torch.equal(p, before)
     optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+
+
+# -- weights of 16 bits, and levels
+
+
+def test_what_weights_of_16_bits_do_not_take() -> None:
+    with pytest.raises(OptimizerError, match="Adagrad with master='split'"):
+        Adagrad([Parameter(torch.ones(2))], master="split")
+    with pytest.raises(OptimizerError, match="master=None"):
+        Adam([Parameter(torch.ones(2))], rounding="stochastic")
+    half = Parameter(torch.ones(2, dtype=torch.float16))
+    half.grad = torch.ones_like(half)
+    with pytest.raises(OptimizerError, match="float16"):
+        Adam([half], master="split").step()
+    model = mlp()
+    before = weights(model)
+    with pytest.raises(PolicyError, match="level='O5'"):
+        preamp.prepare(model, Adam(model.parameters(), master="split"), level="O2")
+    assert same(weights(model), before)
+
+
+@pytest.mark.parametrize("level", ["O2", "O5"])
+def test_masters_do_not_take_the_place_of_stochastic_rounding(level: str) -> None:
+    """Nobody would notice that the rounding is not used, but for the memory."""
+    model = mlp()
+    optimizer = AdamW(model.parameters(), master=None, rounding="stochastic")
+    with pytest.raises(PolicyError, match="O5,masters=no"):
+        preamp.prepare(model, optimizer, level=level)
+    assert all(p.dtype is torch.float32 for p in model.parameters())
+    with preamp.prepare(model, optimizer, policy="O5,masters=no") as session:
+        session.backward(loss_of(model, 0))
+        session.step()
+        assert not session.state_dict()["masters"] and not [s for s in optimizer.state.values() if "master" in s]

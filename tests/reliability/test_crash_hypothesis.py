@@ -1,4 +1,4 @@
-"""Whatever is written into policies, rules and states: it works, or the error is one of preamp's own."""
+"""Whatever is written into policies and states: it works, or the error is one of preamp's own."""
 
 from __future__ import annotations
 
@@ -16,7 +16,6 @@ from hypothesis import strategies as st
 
 import preamp
 from preamp.errors import PreampError
-from preamp.rules import OpRules
 from preamp.scaling import SCHEDULES, StaticScale
 
 from ..session.toys import mlp
@@ -102,27 +101,6 @@ def policies(text: str) -> None:
         preamp.prepare(mlp(), None, policy=made).close()
 
 
-def rules(calls: list[tuple[str, list[str]]]) -> None:
-    table = OpRules()
-    for method, names in calls:
-        try:
-            table = getattr(table, method)(*names)
-        except PreampError:
-            continue
-    assert {category for _, category in table.ruled()} <= {"low", "full", "promote", "banned", "as-is", "refused"}
-    made = preamp.Policy(params=torch.float32, compute=torch.bfloat16, ops=table)
-    assert preamp.policy(str(made)) == made and list(table.rows())
-
-
-RULES = st.lists(
-    st.tuples(
-        st.sampled_from(["with_low", "with_full", "with_promote", "with_banned", "without", "category"]),
-        st.lists(NAMES | st.text(max_size=8), min_size=1, max_size=1),
-    ).filter(lambda call: call[0] != "category"),
-    max_size=4,
-)
-
-
 SCALES = {**SCHEDULES, "static": lambda: StaticScale(512.0)}
 
 
@@ -184,7 +162,6 @@ SESSIONS = st.sampled_from(["O1", "O2", "O5"]).flatmap(
 
 PROPERTIES: dict[str, tuple[Any, Callable[[Any], None]]] = {
     "policies": (POLICIES, policies),
-    "rules": (RULES, rules),
     "scales": (STATES, scales),
     "sessions": (SESSIONS, sessions),
 }

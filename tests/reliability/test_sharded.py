@@ -23,6 +23,7 @@ from preamp.checkpoint._sharded import LATEST
 from preamp.errors import CheckpointError
 
 from ..combined.training import differences
+from ..session.toys import squares
 
 MAKERS: dict[str, Callable[[list[nn.Parameter]], Optimizer]] = {
     "AdamW": lambda p: preamp.optim.AdamW([{"params": p[:3]}, {"params": p[3:], "lr": 3e-3}], 1e-2, eps=1e-4),
@@ -61,9 +62,7 @@ class Run:
 
     def backward(self, step: int, late: bool = False) -> None:
         torch.manual_seed(step)
-        with self.session.autocast():
-            loss = self.model(torch.randn(8, 4), late).float().square().mean()
-        self.session.backward(loss)
+        squares(self.session, self.model, torch.randn(8, 4), late)
 
     def train(self, begin: int, end: int, late: bool = False) -> None:
         for step in range(begin, end):

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 import preamp
 from preamp import checkpoint
 
+from ..session.toys import squares
 from .runs import alike
 
 
@@ -149,9 +150,7 @@ def test_a_save_anywhere_in_a_step_changes_nothing(tmp_path: Path, level: str, k
 
         for step in range(4):
             for last in (False, True):
-                with session.autocast():
-                    loss = model(torch.arange(5)).float().square().mean()
-                session.backward(loss, sync=last)
+                squares(session, model, torch.arange(5), sync=last)
                 saved()
             if step % 2:
                 session.unscale_()

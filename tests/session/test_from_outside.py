@@ -60,21 +60,6 @@ def forward(session: preamp.Session, model: Parted) -> tuple[Tensor, Tensor]:
         return model(batch(1)), model.second(batch(2))
 
 
-@over(level=LEVELS, library=LIBRARIES)
-def test_a_backward_after_unscaling_of_a_forward_before_it_counts(level: str, library: Any) -> None:
-    """Also of a loss that was scaled by hand before it."""
-    for by_hand in (False, True):
-
-        def run(session: preamp.Session, model: Parted, by_hand: bool = by_hand) -> None:
-            loss, second = forward(session, model)
-            second = session.scale(second) if by_hand else second
-            session.backward(loss)
-            session.unscale_()
-            second.backward()
-
-        check_moved(level, library, run)
-
-
 @over(level=["O1", "O2"], first=[True, False])
 def test_a_plain_backward_is_noticed_whatever_part_it_reaches(level: str, first: bool) -> None:
     def run(session: preamp.Session, model: Parted) -> None:

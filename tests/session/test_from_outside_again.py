@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import threading
 import weakref
 from collections import defaultdict
 from collections.abc import Callable
@@ -310,36 +309,6 @@ def test_closed_sessions_look_at_no_optimizer() -> None:
     for session in sessions:
         session.close()
     assert len(_global_optimizer_pre_hooks) == before
-
-
-@over(level=["O0", *LEVELS], library=LIBRARIES)
-def test_another_thread_enters_regions_while_this_one_trains(level: str, library: Any) -> None:
-    def train(beside: bool) -> Tensor:
-        model, stop = two_layers(), threading.Event()
-        with preamp.prepare(model, library.SGD(model.parameters(), lr=0.1), level=level) as session:
-            pass_of(session, model)
-
-            def evaluate() -> None:
-                while not stop.is_set():
-                    with session.autocast(), torch.no_grad():
-                        pass
-
-            thread = threading.Thread(target=evaluate)
-            if beside:
-                thread.start()
-            try:
-                for _ in range(20):
-                    pass_of(session, model)
-                    session.unscale_()
-                    session.step()
-                    session.zero_grad()
-            finally:
-                stop.set()
-                if beside:
-                    thread.join()
-        return weights(model)
-
-    assert torch.equal(train(beside=True), train(beside=False))
 
 
 @pytest.mark.parametrize("library", LIBRARIES)

@@ -48,6 +48,21 @@ def step(session: preamp.Session, model: nn.Module, index: int, factor: float = 
     return report
 
 
+def squares(session: preamp.Session, model: Any, *inputs: Tensor, **how: Any) -> Tensor:
+    """The mean square of what a model gives, computed in the session's region, after its backward pass."""
+    with session.autocast():
+        loss: Tensor = model(*inputs).float().square().mean()
+    session.backward(loss, **how)
+    return loss
+
+
+def step_of_squares(session: preamp.Session, model: Any, *inputs: Tensor) -> preamp.StepReport:
+    squares(session, model, *inputs)
+    report = session.step()
+    session.zero_grad()
+    return report
+
+
 def train(session: preamp.Session, model: nn.Module, steps: Iterable[int]) -> None:
     for index in steps:
         step(session, model, index)
