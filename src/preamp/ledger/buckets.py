@@ -149,9 +149,9 @@ def _alike(
     """Parameters that may be in one bucket."""
     alike: dict[tuple[Any, ...], list[Parameter]] = defaultdict(list)
     for param in params:
-        names, lent = optimizer.names_for(group, param), optimizer.is_lent(param)
+        names, mastered = optimizer.names_for(group, param), optimizer.is_mastered(param)
         turn = shared[param][param] if param in shared else 0
-        alike[param.device, param.dtype, names, is_sharded(param), lent, turn].append(param)
+        alike[param.device, param.dtype, names, is_sharded(param), mastered, turn].append(param)
     yield from alike.values()
 
 

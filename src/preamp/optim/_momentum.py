@@ -14,17 +14,7 @@ from ._loading import check_number, check_several
 from ._rounded import CountsForChance
 
 
-class _OneMoment(CountsForChance):
-    """An optimizer with one moment."""
-
-    moment: str
-
-    def state_names(self, group: dict[str, Any]) -> tuple[str, ...]:
-        """Name the state: the moment."""
-        return (self.moment,)
-
-
-class Lion(_OneMoment):
+class Lion(CountsForChance):
     """Lion (Chen et al. 2023, arXiv 2302.06675): each weight moves by `lr` along the sign of a moving average.
 
     p <- (1 - lr weight_decay) p - lr sign(beta1 m + (1 - beta1) g); m <- beta2 m + (1 - beta2) g. A tenth to a third
@@ -35,8 +25,7 @@ class Lion(_OneMoment):
     """
 
     kept = ("exp_avg",)
-    moment = "exp_avg"
-    options = LionOptions
+    options, kernel = LionOptions, staticmethod(lion)
 
     def __init__(
         self,
@@ -53,11 +42,8 @@ class Lion(_OneMoment):
         defaults = {"lr": lr, "betas": betas, "weight_decay": weight_decay, "maximize": maximize}
         super().__init__(params, defaults, master, rounding, seed)
 
-    def _advance(self, bucket: Bucket, gradients: list[Tensor], factor: Tensor | None, found: Tensor | None) -> None:
-        lion(bucket.storage, gradients, self._options(bucket, factor=factor, found=found))
 
-
-class Muon(_OneMoment):
+class Muon(CountsForChance):
     """Muon (Jordan et al. 2024) with the arguments, groups and state_dict of `torch.optim.Muon`: for weight matrices.
 
     The momentum of each matrix is orthogonalized, in bfloat16, by `ns_steps` iterations of Newton and Schulz. Matrices
@@ -73,8 +59,7 @@ class Muon(_OneMoment):
     """
 
     kept = ("momentum_buffer",)
-    moment = "momentum_buffer"
-    options = MuonOptions
+    options, kernel = MuonOptions, staticmethod(muon)
 
     def __init__(
         self,
@@ -114,6 +99,5 @@ class Muon(_OneMoment):
                     "[p for p in ... if p.dim() == 2], and the others to preamp.optim.AdamW"
                 )
 
-    def _advance(self, bucket: Bucket, gradients: list[Tensor], factor: Tensor | None, found: Tensor | None) -> None:
-        shards = list(map(Parted, bucket.params)) if bucket.sharded else None
-        muon(bucket.storage, gradients, self._options(bucket, factor=factor, found=found, shards=shards))
+    def _advance(self, bucket: Bucket, gradients: list[Tensor], **more: Any) -> None:
+        super()._advance(bucket, gradients, **more, shards=list(map(Parted, bucket.params)) if bucket.sharded else None)

@@ -11,7 +11,7 @@ from torch.nn import Parameter
 from ..errors import OptimizerError
 from ..kernels import AdagradOptions, SGDOptions, adagrad, sgd
 from ..ledger import Bucket
-from ._base import FusedOptimizer, refuse_differentiable
+from ._base import FusedOptimizer
 from ._loading import check_number
 from ._rounded import CountsForChance
 
@@ -25,7 +25,7 @@ class SGD(CountsForChance):
     """
 
     kept = ("momentum_buffer",)
-    options = SGDOptions
+    options, kernel = SGDOptions, staticmethod(sgd)
 
     def __init__(
         self,
@@ -44,10 +44,9 @@ class SGD(CountsForChance):
         rounding: str = "nearest",
         seed: int = 0,
     ) -> None:
-        refuse_differentiable(differentiable)
         defaults = {
             "lr": lr, "momentum": momentum, "dampening": dampening, "weight_decay": weight_decay,
-            "nesterov": nesterov, "maximize": maximize,
+            "nesterov": nesterov, "maximize": maximize, "differentiable": differentiable,
         }  # fmt: skip
         super().__init__(params, defaults, master, rounding, seed)
 
@@ -71,14 +70,14 @@ class SGD(CountsForChance):
         self.unstarted.add(param)
         return super().new_state(name, group, param, dtype)
 
-    def _advance(self, bucket: Bucket, gradients: list[Tensor], factor: Tensor | None, found: Tensor | None) -> None:
+    def _advance(self, bucket: Bucket, gradients: list[Tensor], found: Tensor | None = None, **more: Any) -> None:
         first = bucket.params[0] in self.unstarted
         if first and found is not None and bucket.group["dampening"] == 0:
             first = False  # zeros times the momentum, plus the gradient: the same, and right if this is skipped
         elif first and found is not None and bool(found):  # only the host can tell the next step that it is the first
             return
         self.unstarted.difference_update(bucket.params)
-        sgd(bucket.storage, gradients, self._options(bucket, factor=factor, found=found, first=first))
+        super()._advance(bucket, gradients, found=found, **more, first=first)
 
 
 class Adagrad(FusedOptimizer):
@@ -93,7 +92,7 @@ class Adagrad(FusedOptimizer):
     """
 
     kept = ("sum",)
-    options = AdagradOptions
+    options, kernel = AdagradOptions, staticmethod(adagrad)
 
     def __init__(
         self,
@@ -110,22 +109,15 @@ class Adagrad(FusedOptimizer):
         fused: bool | None = None,
         master: str | None = "float32",
     ) -> None:
-        refuse_differentiable(differentiable)
         defaults = {
             "lr": lr, "lr_decay": lr_decay, "eps": eps, "weight_decay": weight_decay,
             "initial_accumulator_value": initial_accumulator_value, "maximize": maximize,
+            "differentiable": differentiable,
         }  # fmt: skip
         super().__init__(params, defaults, master)
-
-    def state_names(self, group: dict[str, Any]) -> tuple[str, ...]:
-        """Name the state: the sum of squared gradients."""
-        return ("sum",)
 
     def new_state(self, name: str, group: dict[str, Any], param: Parameter, dtype: torch.dtype) -> Tensor:
         """Make the sum of squared gradients at its initial value."""
         return torch.full_like(
             param, group["initial_accumulator_value"], dtype=dtype, memory_format=torch.preserve_format
         )
-
-    def _advance(self, bucket: Bucket, gradients: list[Tensor], factor: Tensor | None, found: Tensor | None) -> None:
-        adagrad(bucket.storage, gradients, self._options(bucket, factor=factor, found=found))

@@ -141,7 +141,7 @@ class ApexOptimizer(FusedOptimizer):
         """How many steps the kernel is told that were taken before; None for one that does not ask."""
         return step
 
-    def _advance(self, bucket: Bucket, gradients: list[Tensor], factor: Tensor | None, found: Tensor | None) -> None:
+    def _advance(self, bucket: Bucket, gradients: list[Tensor], **more: Any) -> None:
         group, storage, device = bucket.group, bucket.storage, bucket.storage.params[0].device
         if bucket.leaves is None and storage.params[0].dtype in LOW_DTYPES:
             storage = replace(storage, params=[param.float() for param in storage.params], copies=storage.params)
@@ -150,7 +150,7 @@ class ApexOptimizer(FusedOptimizer):
             storage = replace(storage, step=taken.reshape(()).to(device, torch.float32, copy=True))
         elif taken is not None:  # filled on the device, for which the host does not wait
             storage = replace(storage, step=torch.full((), taken, dtype=torch.float32, device=device))
-        super()._advance(replace(bucket, storage=storage), gradients, factor, found)  # type: ignore[safe-super]
+        super()._advance(replace(bucket, storage=storage), gradients, **more)
 
     # -- saving and loading
 
