@@ -42,7 +42,7 @@ from ._checks import (
 from ._losses import Losses, PendingScales
 from ._memory import Memory, memory_of
 from ._order import BackwardPass, CallOrder
-from ._regions import FullPrecision, Joining, OpenRegions, SessionRegion, held_kernels, not_synchronised, warn_outside
+from ._regions import FullPrecision, Joining, SessionRegion, held_kernels, not_synchronised, warn_outside
 from ._released import Released
 from ._report import StepReport
 from ._step import OptimizerSteps
@@ -91,7 +91,8 @@ class Session:
         self._order = CallOrder(
             optimizers, self._gradients, masters, losses, self._pending, full, self._steps.others, group, self.is_stage
         )
-        self._regions, self._rates, self._closed, self._in_regions = OpenRegions(), Rates(), False, False
+        self._rates, self._closed, self._in_regions = Rates(), False, False
+        self._opened: dict[int, SessionRegion] = {}
         self._sharded = any(is_sharded(p) for model in models.values() for p in model.parameters())
         self._parts = [part for model in models.values() for part in sharded_parts(model)]
         self._shards = list(named_parameters(models)) if self._sharded else None
@@ -117,7 +118,7 @@ class Session:
         again = functools.partial(Session.autocast, self, enabled)
         dtype = self.policy.compute if active else None
         kept = None if self.policy.params is torch.float32 else False  # of a master that is in place for a moment
-        return SessionRegion(self.device_type, dtype, active, kept, self._entering, again, self._regions)
+        return SessionRegion(self.device_type, dtype, active, kept, self._entering, again, self._opened)
 
     @uncompiled
     def _entering(self) -> None:
@@ -472,7 +473,8 @@ class Session:
         if self._closed:
             return
         self._closed = True
-        self._regions.leave()
+        if (region := self._opened.pop(threading.get_ident(), None)) is not None:
+            region.leave()
         torch.clear_autocast_cache()
         self._full.leave()
         self._order.close()
