@@ -264,7 +264,7 @@ def test_powersgd_over_two_dtypes_is_told_before_it_hangs(level: str, hook: str,
         with pytest.raises(SessionError, match=r"PowerSGD hook.*wait for each other"):
             session.backward(loss)
     else:
-        check_hooks(session.models)
+        check_hooks(ddp)
     session.close()
 
 

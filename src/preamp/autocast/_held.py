@@ -6,7 +6,7 @@ import threading
 import warnings
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -66,7 +66,7 @@ class HeldKernels(ABC):
 
 
 def library_of(
-    kernels: Iterable[tuple[str, Callable[..., Any]]], key: str, *, namespace: str = "aten", with_keyset: bool = True
+    kernels: Iterable[tuple[str, Any]], key: str, *, namespace: str = "aten", with_keyset: bool = True
 ) -> torch.library.Library:
     """Put kernels, each with the name of its operator, into the dispatcher at a key, until the library is destroyed."""
     library = torch.library.Library(namespace, "IMPL")

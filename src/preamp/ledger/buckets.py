@@ -18,10 +18,9 @@ from torch.nn import Parameter
 
 from ..kernels import ShardSum, Storage, TensorList, count_writes, present_in
 from ..sharding import held_here, is_sharded, placed_as
-from .layout import Layout, overlapping
+from .layout import Entries, Layout, overlapping
 from .leaves import Leaves
 from .masters import Masters
-from .snapshot import Entries
 from .state import Steps, ages
 
 

@@ -22,10 +22,9 @@ from torch.optim import Optimizer
 from ..kernels import Reading, chained, global_norm, listed, multiply_, present_in, read, reciprocal
 from ..parallel import Agreement
 from ..sharding import placed_as
-from .leaves import gradients_of, parameters_of
+from .leaves import dtype_of_gradient, gradients_of, parameters_of
 from .masters import Masters
-from .record import Owned, Record
-from .sums import WideSums, dtype_of_gradient
+from .record import Owned, Record, WideSums
 from .swap import hand_over
 
 _VERSION, _PARAMS = attrgetter("_version"), attrgetter("params")

@@ -20,9 +20,8 @@ from ..ledger import Masters, NoMasters, set_data
 from ..policy import Policy
 from ..sharding import gathered_as, reshard
 from ._casting import BYPASSED, NOTHING, Casting, CastingModule, casting_class, uncast
-from ._norms import NORMS, is_norm, mixes, refuse_unfit
 from ._owned import check_free, disown, own
-from ._precisions import precisions_of, unwrapped
+from ._precisions import NORMS, is_norm, mixes, precisions_of, refuse_unfit, unwrapped
 
 _FLOATS, _LEARNS = (torch.float32, *LOW_DTYPES), attrgetter("requires_grad")
 

@@ -7,6 +7,7 @@ import itertools
 import re
 import threading
 import warnings
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from operator import attrgetter
@@ -21,7 +22,7 @@ from ..autocast import PRODUCTS, REGISTRY, VMAPPED, RegionNodes, autocast, decor
 from ..compiling import traced_by_callers, uncompiled
 from ..errors import PreampWarning
 from ..formats import LOW_DTYPES, name_of
-from ..ledger import Gradients, Masters, dtype_of_gradient, rebuild_reducers
+from ..ledger import Gradients, Masters, dtype_of_gradient, rebuild_reducers, wrappers_of
 from ..modules import Conversion, Exports
 from ..policy import Policy
 from ..sharding import sharded_parts
@@ -214,14 +215,18 @@ class Joining:
     ) -> None:  # fmt: skip
         self._optimizers, self._models, self._conversions, self._gradients = optimizers, models, conversions, gradients
         self._seen = (0, 0)  # before the first region
-        self._wrappers: Any = None
+        self._wrappers: list[weakref.ref[Any]] | None = None  # looked for once, which takes long
         self.thread: int | None = None
         """That of the last backward pass."""
 
     def check(self) -> None:
         """Refuse such hooks."""
-        if self._wrappers is None or self._wrappers:
-            self._wrappers = check_hooks(self._models, self._wrappers)
+        if self._wrappers is None:
+            every = {p for model in self._models.values() for p in model.parameters()}
+            self._wrappers = list(map(weakref.ref, wrappers_of(every)))
+        for wrapper in self._wrappers:
+            if (alive := wrapper()) is not None:
+                check_hooks(alive)
 
     def __call__(self) -> None:
         self.check()

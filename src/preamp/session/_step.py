@@ -223,30 +223,27 @@ class _OpenSessions:
     """
 
     def __init__(self) -> None:
-        self._open: list[weakref.ref[OptimizerSteps]] = []
+        self._open: weakref.WeakSet[OptimizerSteps] = weakref.WeakSet()
         self._handle: Any = None
 
     def add(self, steps: OptimizerSteps) -> None:
-        self._open.append(weakref.ref(steps))
+        self._open.add(steps)
         self._handle = self._handle or register_optimizer_step_pre_hook(self._before_step)
 
     def discard(self, steps: OptimizerSteps) -> None:
-        self._open = [known for known in self._open if known() not in (None, steps)]
+        self._open.discard(steps)
         if self._handle is not None and not self._open:
             self._handle.remove()
             self._handle = None
 
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        others = []
-        for known in self._open:
-            steps = known()
-            if steps is not None and optimizer in steps.optimizers:  # of one session: they share no parameters
+        every = list(self._open)
+        for steps in every:
+            if optimizer in steps.optimizers:  # of one session: they share no parameters
                 steps.before_own_step(optimizer, args, kwargs)
                 return
-            others.append(steps)
-        for steps in others:
-            if steps is not None:
-                steps.before_step_of_another(optimizer)
+        for steps in every:
+            steps.before_step_of_another(optimizer)
 
     _before_step.changes_nothing = True  # type: ignore[attr-defined]
 
