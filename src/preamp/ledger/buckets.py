@@ -19,7 +19,7 @@ from torch.nn import Parameter
 from ..kernels import ShardSum, Storage, TensorList, count_writes, present_in
 from ..sharding import held_here, is_sharded, placed_as
 from .layout import Entries, Layout, overlapping
-from .leaves import Leaves
+from .leaves import Leaves, parameters_of
 from .masters import Masters
 from .state import Steps, ages
 
@@ -104,13 +104,13 @@ class Buckets:
         self._present = list(map(list, present))
         self.all: list[Bucket] = []
         every = [param for params in present for param in params]
-        shared = overlapping(every)
+        shared, order = overlapping(every), {param: i for i, param in enumerate(parameters_of(optimizer))}
         for number, (group, params) in enumerate(zip(optimizer.param_groups, present, strict=True)):
             place = {param: i for i, param in enumerate(params)}
             for own in _alike(optimizer, group, params, shared):
                 for bucket in _buckets_of(optimizer, group, own, masters):
                     bucket.number, bucket.pick = number, _picker([place[param] for param in bucket.params])
-                    bucket.first = _place_of(bucket.params[0], self._groups)
+                    bucket.first = order[bucket.params[0]]
                     aliases = {other for param in bucket.params for other in shared.get(param, ())}
                     bucket.aliases = list(aliases.difference(bucket.params))
                     self.all.append(bucket)
@@ -158,10 +158,6 @@ def _picker(places: list[int]) -> Callable[[list[Tensor]], Sequence[Tensor]]:
     """A function that selects the items at `places` from a list."""
     begin, end = places[0], places[0] + len(places)
     return itemgetter(slice(begin, end)) if places == list(range(begin, end)) else itemgetter(*places)
-
-
-def _place_of(param: Parameter, groups: Sequence[dict[str, Any]]) -> int:
-    return next(i for i, p in enumerate(p for group in groups for p in group["params"]) if p is param)
 
 
 def _same(those: Sequence[Any], these: Sequence[Any]) -> bool:

@@ -73,23 +73,21 @@ class Adam(RoundedOptimizer):
     def check_options(self, group: dict[str, Any]) -> None:
         """Check the options of a group: AMSGrad has no states in 8 bits."""
         super().check_options(group)
-        self._refuse_amsgrad(group)
+        self.state_names(group)
 
     def state_names(self, group: dict[str, Any]) -> tuple[str, ...]:
         """Name the states: first and second moment, and the largest second moment of AMSGrad."""
-        return ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")[: 3 if group["amsgrad"] else 2]
-
-    def names_for(self, group: dict[str, Any], param: Parameter) -> tuple[str, ...]:
-        """Name one parameter's states, with the scales of moments in 8 bits."""
-        self._refuse_amsgrad(group)
-        return NAMES if self._is_coded(param) else self.state_names(group)
-
-    def _refuse_amsgrad(self, group: dict[str, Any]) -> None:
         if self.states == "8bit" and group["amsgrad"]:
             raise OptimizerError(
                 "states='8bit' with amsgrad=True: a largest second moment would grow by every rounding up; write "
                 "amsgrad=False, or states='float32'"
             )
+        return ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")[: 3 if group["amsgrad"] else 2]
+
+    def names_for(self, group: dict[str, Any], param: Parameter) -> tuple[str, ...]:
+        """Name one parameter's states, with the scales of moments in 8 bits."""
+        names = self.state_names(group)
+        return NAMES if self._is_coded(param) else names
 
     def new_state(self, name: str, group: dict[str, Any], param: Parameter, dtype: torch.dtype) -> Tensor:
         """Make a state for the first step: zeros, or codes and scales of moments in 8 bits."""
