@@ -93,6 +93,7 @@ class autocast(torch.autocast):
     @uncompiled
     def _exit(self) -> None:
         before, first_node = self._outer[-1]
+        super().__exit__(None, None, None)
         _restore(self.device, before)
         NODES.add(first_node)
         self._outer.pop()  # last: an interrupt may come at any line

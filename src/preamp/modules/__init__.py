@@ -4,9 +4,9 @@ from ._casting import Casting, CastingModule, Subclasses
 from ._conversion import Conversion
 from ._exported import Exports
 from ._owned import check_free
-from ._precisions import NORMS, is_norm, unwrapped
+from ._precisions import NORMS, is_norm
 
 __all__ = [
     "NORMS", "Casting", "CastingModule", "Conversion", "Exports", "Subclasses", "check_free",
-    "is_norm", "unwrapped",
+    "is_norm",
 ]  # fmt: skip

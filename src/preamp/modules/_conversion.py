@@ -16,12 +16,13 @@ from torch.nn.parameter import UninitializedParameter
 
 from ..errors import PolicyError, SessionError, kind_of
 from ..formats import LOW_DTYPES, name_of
+from ..frameworks import unwrapped
 from ..ledger import Masters, NoMasters, set_data
 from ..policy import Policy
 from ..sharding import gathered_as, reshard
 from ._casting import BYPASSED, NOTHING, Casting, CastingModule, casting_class, uncast
 from ._owned import check_free, disown, own
-from ._precisions import NORMS, is_norm, mixes, precisions_of, refuse_unfit, unwrapped
+from ._precisions import NORMS, is_norm, mixes, precisions_of, refuse_unfit
 
 _FLOATS, _LEARNS = (torch.float32, *LOW_DTYPES), attrgetter("requires_grad")
 

@@ -87,17 +87,6 @@ _COMPILED = "_orig_mod"
 """Under which name torch.compile's wrapper of a module keeps the module."""
 
 
-def unwrapped(model: nn.Module) -> nn.Module:
-    """The module that a compiled or parallel wrapper wraps (whose parameters are the same objects)."""
-    while True:
-        if isinstance(model, (nn.DataParallel, nn.parallel.DistributedDataParallel)):
-            model = model.module
-        elif isinstance(getattr(model, _COMPILED, None), nn.Module):
-            model = model._orig_mod  # type: ignore[assignment]
-        else:
-            return model
-
-
 def precisions_of(root: nn.Module, policy: Policy) -> Iterator[tuple[str, torch.dtype | None]]:
     """(path, dtype) of every module; None where the policy's own dtypes hold. Raises for ambiguity and for no match.
 

@@ -13,9 +13,8 @@ from torch.optim import Optimizer
 
 from ..errors import PreampError, PreampWarning, SessionError, StateError, kind_of
 from ..formats import LOW_DTYPES, name_of
-from ..frameworks import unwrap
+from ..frameworks import unwrap, unwrapped
 from ..ledger import Masters, wrappers_of
-from ..modules import unwrapped
 from ..optim import FusedOptimizer
 from ..sharding import gathered_as, is_sharded, sharded_parts
 from ._losses import Losses

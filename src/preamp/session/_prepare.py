@@ -18,9 +18,9 @@ from ..autocast import widened
 from ..eps import safe_eps
 from ..errors import PolicyError, PreampWarning, SessionError, kind_of
 from ..formats import LOW_DTYPES, name_of
-from ..frameworks import unwrap
+from ..frameworks import unwrap, unwrapped
 from ..ledger import KEPT, Masters, NoMasters, SplitMasters, parameters_of, rebuild_reducers, state_like_parameters
-from ..modules import Conversion, unwrapped
+from ..modules import Conversion
 from ..policy import Policy, auto_level, parse_policy
 from ..scaling import LOG, LossScale, loss_scale
 from ..sharding import flat_group, reshard
