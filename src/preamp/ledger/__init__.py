@@ -8,7 +8,7 @@ from .gradients import Gradients
 from .leaves import KEPT, Kept, clear_gradients, dtype_of_gradient, gradients_of, parameters_in, parameters_of, whole
 from .masters import Masters
 from .no_masters import NoMasters
-from .record import Record
+from .record import Record, is_marked, mark
 from .split import SplitMasters
 from .state import Steps, state_like_parameters
 from .swap import rebuild_reducers, set_data, wrappers_of
@@ -28,6 +28,8 @@ __all__ = [
     "clear_gradients",
     "dtype_of_gradient",
     "gradients_of",
+    "is_marked",
+    "mark",
     "parameters_in",
     "parameters_of",
     "rebuild_reducers",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 import torch
@@ -86,3 +87,15 @@ class WideSums(dict[Parameter, _Sum]):
     def forget(self, parameter: Parameter) -> bool:
         """Drop a parameter's sum; returns whether there was one."""
         return self.pop(parameter, None) is not None
+
+
+def mark(gradients: Iterable[Tensor | None], name: str) -> None:
+    """Give gradients a mark, which they lose by any change."""
+    for gradient in gradients:
+        if gradient is not None:
+            setattr(gradient, name, gradient._version)
+
+
+def is_marked(gradient: Tensor | None, name: str) -> bool:
+    """Whether a gradient has a mark, and has not been changed since it got it."""
+    return gradient is not None and bool(getattr(gradient, name, None) == gradient._version)

@@ -113,26 +113,20 @@ class FusedOptimizer(Loading):
                 loss = closure()
         torch._C._set_grad_enabled(False)  # a decorator, or a context, takes as long as collecting the gradients
         try:
-            self._step_now(anew=closure is not None)
+            factor, found, collected = self._handed or self._flag_and_scale()
+            on_cpu = found is not None and found.device.type == "cpu"
+            if found is None or not on_cpu or found.item() == 0:
+                collected = self.collect_anew() if collected is None or closure is not None else collected
+                self._before_buckets(collected, factor)
+                self._step_collected(collected, factor, None if on_cpu else found)
         finally:
             torch._C._set_grad_enabled(enabled)
         return loss
 
-    def _step_now(self, anew: bool) -> None:
-        handed = self._handed
-        if handed is None:
-            found: Tensor | None = getattr(self, "found_inf", None)
-            scale: Tensor | None = getattr(self, "grad_scale", None)
-            handed = None if scale is None else reciprocal(scale), found, None
-        factor, found, collected = handed
-        if found is not None and found.device.type == "cpu":
-            if found.item() > 0:
-                return
-            found = None
-        if collected is None or anew:
-            collected = self.collect_anew()
-        self._before_buckets(collected, factor)
-        self._step_collected(collected, factor, found)
+    def _flag_and_scale(self) -> tuple[Tensor | None, Tensor | None, None]:
+        """What a scaler has set before the step."""
+        scale: Tensor | None = getattr(self, "grad_scale", None)
+        return None if scale is None else reciprocal(scale), getattr(self, "found_inf", None), None
 
     def _step_collected(self, collected: Collected, factor: Tensor | None, found: Tensor | None) -> None:
         for bucket, gradients in collected:

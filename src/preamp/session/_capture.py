@@ -29,9 +29,6 @@ _NOTED = "initial_lr"
 class CapturedStep:
     """A function of tensors that trains one step; made by `Session.capture`.
 
-    The first `warmup` calls run as written. The next one is captured. Later calls copy their arguments into the
-    captured tensors, launch the graph, and return copies of its results.
-
     A capture may load no kernels and read nothing from the device. So it only records what the call before it did,
     which ran as written: with the same hyper-parameters, the same states, and arguments of the same shapes.
     """

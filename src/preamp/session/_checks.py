@@ -153,11 +153,6 @@ def check_step_of_another(optimizer: Optimizer, masters: Masters, scaled: Collec
     )
 
 
-def is_marked(gradient: Tensor | None, mark: str) -> bool:
-    """Whether a gradient has a mark, and has not been changed since it got it."""
-    return gradient is not None and bool(getattr(gradient, mark, None) == gradient._version)
-
-
 def selected(optimizers: Mapping[str, Optimizer], optimizer: Any) -> list[Optimizer]:
     """All optimizers for None, else the one named, which must be the session's."""
     if optimizer is None:

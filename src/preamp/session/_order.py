@@ -14,10 +14,9 @@ from torch.optim import Optimizer
 
 from ..errors import PreampWarning, SessionError
 from ..kernels import multiply_, present_in
-from ..ledger import Gradients, Masters, parameters_of
+from ..ledger import Gradients, Masters, is_marked, mark, parameters_of
 from ..scaling import LossScale
 from ..sharding import agreed_largest
-from ._checks import is_marked
 from ._losses import Losses, PendingScales
 from ._others import OtherLeaves
 from ._regions import FullPrecision
@@ -72,7 +71,7 @@ class CallOrder:
         if not self._optimizers and (self._losses.scaled or len(self._masters)):
             self._nobody_steps()
         for parameter in () if self._full.depth else chain.from_iterable(self._seen.values()):
-            if parameter.grad is not None and is_marked(parameter.grad, "_preamp_plain"):
+            if is_marked(parameter.grad, "_preamp_plain"):
                 raise SessionError(
                     "there are gradients of a loss.backward() that is not the session's, and those of "
                     "session.backward() are multiplied by the loss scale: added to them the former would vanish when "
@@ -105,9 +104,8 @@ class CallOrder:
 
     def came(self) -> None:
         """Note the versions of some gradients as a scaled backward pass has left them, in the first steps."""
-        for parameter in chain.from_iterable(self._seen.values()) if self._looks else ():
-            if parameter.grad is not None:
-                parameter.grad._preamp_came = parameter.grad._version  # type: ignore[attr-defined]
+        if self._looks:
+            mark((parameter.grad for parameter in chain.from_iterable(self._seen.values())), "_preamp_came")
 
     def _gradient_came(self, optimizer: Optimizer, parameter: Parameter) -> None:
         if self._scaled_by_hand or self._full.depth or parameter.grad is None:
@@ -120,7 +118,7 @@ class CallOrder:
                 "the loss scale, which these are not: they would vanish when they are unscaled. Write "
                 "session.backward(loss) for each loss, or session.unscale_() before it"
             )
-        parameter.grad._preamp_plain = parameter.grad._version  # type: ignore[attr-defined]
+        mark([parameter.grad], "_preamp_plain")
 
     # -- between backward and step
 
@@ -237,9 +235,7 @@ class CallOrder:
         for each in chosen:
             if not self._losses.scaled:
                 self._gradients.mark_stepped(each)
-            for parameter in self._seen.get(each, ()):
-                if parameter.grad is not None:
-                    parameter.grad._preamp_used = parameter.grad._version  # type: ignore[attr-defined]
+            mark((parameter.grad for parameter in self._seen.get(each, ())), "_preamp_used")
 
     def scaled_pass(self, loss: Tensor, scale: LossScale) -> None:
         """Prepare a scaled backward pass: gradients that a step has used, and unscaled, are scaled again.
@@ -248,11 +244,9 @@ class CallOrder:
         """
         self._others.find(loss)
         for each, some in () if self._losses.separate_scales else self._seen.items():
-            for parameter in some:
-                if parameter.grad is not None and is_marked(parameter.grad, "_preamp_used"):
-                    present = present_in([p for p in parameters_of(each) if p not in self._masters])[1]
-                    multiply_(present, scale.current(self._gradients.device))
-                    break
+            if any(is_marked(parameter.grad, "_preamp_used") for parameter in some):
+                present = present_in([p for p in parameters_of(each) if p not in self._masters])[1]
+                multiply_(present, scale.current(self._gradients.device))
 
     def _check_scaled_somewhere(self, ran: Sequence[str]) -> None:
         """Check before the first step that some stage has scaled its loss; a host sync."""

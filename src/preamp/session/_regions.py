@@ -126,8 +126,8 @@ class FullPrecision:
     """Runs models with their masters and float32 buffers, without casts.
 
     Gradients are put aside meanwhile. New ones are dropped at the end, unless the session's own backward pass made
-    them: then they are added to those from before. Ctrl-C may come at any line of `enter` and `leave`; the next `leave`
-    undoes what was done until then.
+    them: then they are added to those from before. Ctrl-C may come at any line; the next `leave` undoes
+    what was done until then.
     """
 
     def __init__(self, models: Iterable[nn.Module], masters: Masters, conversions: Sequence[Conversion]) -> None:
@@ -153,20 +153,8 @@ class FullPrecision:
         self._counts = self._counts or self.depth > 0
         return self.depth > 0
 
-    def enter(self) -> None:
-        """Turn models to float32. `SessionError` if masters cannot be swapped in; call `leave` then."""
-        self._aside = {p: p.grad for model in self._models for p in model.parameters() if p.grad is not None}
-        self.begun, self.waiting = True, self.waiting and bool(self._aside)
-        self._exports = Exports()
-        self._masters.full()
-        for parameter in self._aside:
-            parameter.grad = None
-        for conversion in self._conversions:
-            conversion.bypass()
-            conversion.to_float()
-
     def leave(self) -> None:
-        """Undo `enter`, as far as it came."""
+        """Undo the beginning, as far as it came."""
         if not self.begun:
             return
         if self._exports is not None:
@@ -189,10 +177,19 @@ class FullPrecision:
         self._aside, self._inside, self._low = {}, {}, {}
 
     def __enter__(self) -> None:
+        """Turn models to float32; `SessionError` if masters cannot be swapped in."""
         self.depth += 1
         self._first_node = self._nodes.now()
         try:
-            self.enter()
+            self._aside = {p: p.grad for model in self._models for p in model.parameters() if p.grad is not None}
+            self.begun, self.waiting = True, self.waiting and bool(self._aside)
+            self._exports = Exports()
+            self._masters.full()
+            for parameter in self._aside:
+                parameter.grad = None
+            for conversion in self._conversions:
+                conversion.bypass()
+                conversion.to_float()
         except BaseException:
             self.__exit__()
             raise
