@@ -126,8 +126,10 @@ class Registry:
             self._tag = _tag_of(wanted)  # torch.compile's cache on disk knows nothing of our kernels
             torch.compiler.config.cache_key_tag += self._tag
             VMAPPED.hold(self)
-        if device_type == "cpu":
-            PRODUCTS.hold(self)  # again: those for tracing, if the compiler has come since
+        if device_type == "cpu" and device_type in self._libraries:
+            PRODUCTS.install()  # those for tracing, if the compiler has come since
+        elif device_type == "cpu":
+            PRODUCTS.hold(self)
         if device_type not in self._libraries:
             try:
                 self._libraries[device_type] = _install(self.rules, device_type)

@@ -71,7 +71,7 @@ class CallOrder:
         if not self._optimizers and (self._losses.scaled or len(self._masters)):
             self._nobody_steps()
         for parameter in () if self._full.depth else chain.from_iterable(self._seen.values()):
-            if is_marked(parameter.grad, "_preamp_plain"):
+            if parameter.grad is not None and is_marked(parameter.grad, "_preamp_plain"):
                 raise SessionError(
                     "there are gradients of a loss.backward() that is not the session's, and those of "
                     "session.backward() are multiplied by the loss scale: added to them the former would vanish when "
@@ -105,7 +105,7 @@ class CallOrder:
     def came(self) -> None:
         """Note the versions of some gradients as a scaled backward pass has left them, in the first steps."""
         if self._looks:
-            mark((parameter.grad for parameter in chain.from_iterable(self._seen.values())), "_preamp_came")
+            mark([parameter.grad for parameter in chain.from_iterable(self._seen.values())], "_preamp_came")
 
     def _gradient_came(self, optimizer: Optimizer, parameter: Parameter) -> None:
         if self._scaled_by_hand or self._full.depth or parameter.grad is None:
@@ -235,7 +235,7 @@ class CallOrder:
         for each in chosen:
             if not self._losses.scaled:
                 self._gradients.mark_stepped(each)
-            mark((parameter.grad for parameter in self._seen.get(each, ())), "_preamp_used")
+            mark([parameter.grad for parameter in self._seen.get(each, ())], "_preamp_used")
 
     def scaled_pass(self, loss: Tensor, scale: LossScale) -> None:
         """Prepare a scaled backward pass: gradients that a step has used, and unscaled, are scaled again.
@@ -244,7 +244,8 @@ class CallOrder:
         """
         self._others.find(loss)
         for each, some in () if self._losses.separate_scales else self._seen.items():
-            if any(is_marked(parameter.grad, "_preamp_used") for parameter in some):
+            used = [p for p in some if p.grad is not None and is_marked(p.grad, "_preamp_used")]
+            if used:
                 present = present_in([p for p in parameters_of(each) if p not in self._masters])[1]
                 multiply_(present, scale.current(self._gradients.device))
 

@@ -62,5 +62,5 @@ class OtherLeaves:
 
     def mark(self, before: list[tuple[Tensor, Tensor | None, int]]) -> None:
         """Mark the gradients that a scaled backward pass has changed."""
-        changed = (p.grad for p, g, version in before if p.grad is not g or getattr(g, "_version", -1) != version)
+        changed = [p.grad for p, g, version in before if p.grad is not g or getattr(g, "_version", -1) != version]
         mark(changed, _MARK)

@@ -223,21 +223,21 @@ class _OpenSessions:
     """
 
     def __init__(self) -> None:
-        self._open: weakref.WeakSet[OptimizerSteps] = weakref.WeakSet()
+        self._open: list[weakref.ref[OptimizerSteps]] = []
         self._handle: Any = None
 
     def add(self, steps: OptimizerSteps) -> None:
-        self._open.add(steps)
+        self._open.append(weakref.ref(steps))
         self._handle = self._handle or register_optimizer_step_pre_hook(self._before_step)
 
     def discard(self, steps: OptimizerSteps) -> None:
-        self._open.discard(steps)
+        self._open = [known for known in self._open if known() not in (None, steps)]
         if self._handle is not None and not self._open:
             self._handle.remove()
             self._handle = None
 
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        every = list(self._open)
+        every = [steps for known in self._open if (steps := known()) is not None]
         for steps in every:
             if optimizer in steps.optimizers:  # of one session: they share no parameters
                 steps.before_own_step(optimizer, args, kwargs)
