@@ -114,22 +114,18 @@ class autocast(torch.autocast):
         REGISTRY.uninstall()
 
 
-def _depth() -> int:
-    torch.autocast_increment_nesting()
-    return torch.autocast_decrement_nesting()
-
-
 def _state_of(device_type: str) -> tuple[Any, ...]:
     """What regions are open in this thread, as far as torch knows."""
     torchs = torch.is_autocast_enabled(device_type), torch.get_autocast_dtype(device_type)
     ours = torch.is_autocast_enabled(MARKER), torch.get_autocast_dtype(MARKER)
-    return _depth(), torch.is_autocast_cache_enabled(), torchs, ours
+    _, depth = torch.autocast_increment_nesting(), torch.autocast_decrement_nesting()
+    return depth, torch.is_autocast_cache_enabled(), torchs, ours
 
 
 def _restore(device_type: str, before: tuple[Any, ...]) -> None:
     """Undo all that was entered since `_state_of`, also what an interrupt has left open."""
     depth, cached, *dtypes = before
-    for _ in range(_depth() - depth):
+    for _ in range(torch.autocast_increment_nesting() - depth):
         torch.autocast_decrement_nesting()
     if depth == 0:
         torch.clear_autocast_cache()

@@ -51,6 +51,7 @@ class Registry:
         self.stamp = ""
         """Names the rules in the dispatcher ("" for none). Traced code reads it, and so is guarded on it."""
         self._numbers: dict[OpRules, int] = {}
+        self._number = 0
         self._holders: set[object] = set()
         self._lingering = False
         self._libraries: dict[str, list[torch.library.Library]] = {}
@@ -64,7 +65,7 @@ class Registry:
         with self._lock:
             self._ensure(rules, device_type)
             self._lingering |= lingering
-            return self._numbers[self.rules]  # type: ignore[index]
+            return self._number
 
     def hold(self, rules: OpRules, device_type: str) -> object:
         """Rules for a session: kept until `release()` of what is returned."""
@@ -122,7 +123,8 @@ class Registry:
             self._clear()
         if self.rules is None:
             self.rules = wanted
-            self.stamp = f"rules {self._numbers.setdefault(wanted, len(self._numbers))}"
+            self._number = self._numbers.setdefault(wanted, len(self._numbers))
+            self.stamp = f"rules {self._number}"
             self._tag = _tag_of(wanted)  # torch.compile's cache on disk knows nothing of our kernels
             torch.compiler.config.cache_key_tag += self._tag
             VMAPPED.hold(self)

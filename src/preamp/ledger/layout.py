@@ -98,7 +98,7 @@ class Layout:
         self._params = list[Tensor](params)
         # in the order of their creation, near each other in memory
         self._states = list(chain.from_iterable(zip(*states, strict=True)))
-        here, kept = self._here(self._params), self._here(self._states)
+        here, kept = list(map(held_here, self._params)), list(map(held_here, self._states))
         self._shown, self._kept = Snapshot(here, shown=True), Snapshot(kept)
         with torch.no_grad():
             held = [tensor.detach() for tensor in (*here, *kept)]
@@ -107,12 +107,12 @@ class Layout:
         if not self._sharded:
             self.params.owners = list(params)
 
-    def _here(self, tensors: list[Tensor]) -> list[Tensor]:
-        return list(map(held_here, tensors)) if self._sharded else tensors
-
     def holds(self) -> bool:
         """Whether parameters and states are where they were, in the same memory order."""
-        return self._shown.holds(self._here(self._params)) and self._kept.holds(self._here(self._states))
+        params, states = self._params, self._states
+        if self._sharded:
+            params, states = list(map(held_here, params)), list(map(held_here, states))
+        return self._shown.holds(params) and self._kept.holds(states)
 
     def takes(self, gradients: TensorList) -> bool:
         """Whether these are dense, on the device, and have the memory order or the shapes of the parameters."""

@@ -104,12 +104,11 @@ class Adam(RoundedOptimizer):
     def _is_coded(self, param: Tensor) -> bool:
         return self.states == "8bit" and takes_8bit(param)
 
-    def _has_wide_states(self, param: Parameter) -> bool:
-        return self._is_coded(param) or super()._has_wide_states(param)
-
     def _mend(self, param: Parameter, state: dict[str, Any]) -> None:
         if self._is_coded(param):
             as_8bit(state, param)
+        else:
+            super()._mend(param, state)
 
     def _readable(self, row: Any, param: Parameter) -> Any:
         return row if self._is_coded(param) else as_float32(row)

@@ -143,14 +143,6 @@ class NovoGrad(FusedOptimizer):
         """The shape of a state: one number for the norm."""
         return 1 if name == "norm" else super().state_form(name, param)
 
-    def _has_wide_states(self, param: Parameter) -> bool:
-        return True  # the norm
-
-    def _mend(self, param: Parameter, state: dict[str, Any]) -> None:
-        if "exp_avg" in state:
-            state["exp_avg"] = state["exp_avg"].to(torch.float32 if self.is_mastered(param) else param.dtype)
-            state["norm"] = state["norm"].to(torch.float32)
-
     def _advance(self, bucket: Bucket, gradients: list[Tensor], **more: Any) -> None:
         exp_avgs, shown = bucket.storage.states
         norms = torch.stack(list(shown))

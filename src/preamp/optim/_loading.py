@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from ..errors import OptimizerError, kind_of
 from ..formats import LOW_DTYPES
 from ..kernels import join, split
-from ..ledger import KEPT, Buckets, Masters, SplitMasters
+from ..ledger import KEPT, Buckets, Masters, SplitMasters, parameters_of
 from ..sharding import held_here
 from ._eight_bit import NAMES, as_float32, is_8bit
 from ._from_apex import check_form, completed
@@ -198,22 +198,22 @@ class Loading(Optimizer):
         param.copy_(weight)
 
     def _low_params(self) -> set[Parameter]:
-        params = (p for group in self.param_groups for p in group["params"] if p.dtype in LOW_DTYPES)
+        """The 16-bit parameters that have a master here, or states of another dtype."""
         lent = self._masters if self._lent else ()  # the session makes those float32 itself
-        return {p for p in params if p not in lent and self._has_wide_states(p)}
+        low = [p for p in parameters_of(self) if p.dtype in LOW_DTYPES and p not in lent]
+        names = type(self).kept
+        return {p for p in low if self.is_mastered(p) or any(self.state_dtype(n, p) is not p.dtype for n in names)}
 
     def _saved(self, state_dict: dict[str, Any]) -> Iterator[tuple[Parameter, Any]]:
         """The parameters, each with the number under which states are saved for it."""
-        own = (p for group in self.param_groups for p in group["params"])
         saved = (i for group in state_dict["param_groups"] for i in group["params"])
-        return zip(own, saved, strict=False)  # torch says so if there are more of one than of the other
-
-    def _has_wide_states(self, param: Parameter) -> bool:
-        """Whether a 16-bit parameter without a lent master has float32 states."""
-        return self.master is not None and not self._lent
+        return zip(parameters_of(self), saved, strict=False)  # torch says so if there are more of one than of the other
 
     def _mend(self, param: Parameter, state: dict[str, Any]) -> None:
-        """Restore the dtypes of loaded states that torch has cast: those that are neither float32 nor the weight's."""
+        """Restore the dtypes of loaded states that torch has cast."""
+        for name in type(self).kept:
+            if isinstance(state.get(name), Tensor):
+                state[name] = state[name].to(self.state_dtype(name, param))
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)

@@ -116,14 +116,6 @@ class ApexOptimizer(FusedOptimizer):
         """float32 for 16-bit parameters."""
         return torch.float32 if param.dtype in LOW_DTYPES else super().state_dtype(name, param)
 
-    def _has_wide_states(self, param: Parameter) -> bool:
-        return True
-
-    def _mend(self, param: Parameter, state: dict[str, Any]) -> None:
-        for name in self.kept:
-            if isinstance(state.get(name), Tensor):
-                state[name] = state[name].to(self.state_dtype(name, param))
-
     def _before_buckets(self, collected: Collected, factor: Tensor | None) -> None:
         """Count a step of each group; a count on the device leaves out steps that are skipped."""
         super()._before_buckets(collected, factor)
