@@ -93,23 +93,19 @@ class Products(HeldKernels):
 
     def __init__(self) -> None:
         super().__init__()
-        self._everywhere: set[object] = set()
+        self.everywhere: set[object] = set()
+        """Those who have products widened in all code."""
         self._tag = ""
-
-    @property
-    def is_everywhere(self) -> bool:
-        """Whether products are widened in all code: `hold(everywhere=True)`."""
-        return bool(self._everywhere)
 
     def hold(self, holder: object, *, everywhere: bool = False) -> None:
         """Have products widened in what is preamp's until `release(holder)`; or in all code."""
         if everywhere:
-            self._everywhere.add(holder)
+            self.everywhere.add(holder)
         super().hold(holder)
 
     def release(self, holder: object) -> None:
         """End a `hold()`; a second call does nothing."""
-        self._everywhere.discard(holder)
+        self.everywhere.discard(holder)
         super().release(holder)
 
     def install(self) -> None:
@@ -250,7 +246,7 @@ def _applies() -> bool:
     """Whether a product of 16-bit tensors is preamp's."""
     # torch hides from a dispatch mode that autocast is on, and not its dtype
     marked = torch.is_autocast_enabled(MARKER) or torch.get_autocast_dtype(MARKER) is not _NO_MARKER
-    if marked or PRODUCTS.is_everywhere:
+    if marked or PRODUCTS.everywhere:
         applies = True
     elif torch._C._current_graph_task_id() == -1:
         return False

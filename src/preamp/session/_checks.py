@@ -182,8 +182,6 @@ def named_parameters(models: Mapping[str, nn.Module]) -> Iterator[tuple[str, nn.
 
 def warn_rounded(masters: Masters) -> None:
     """Warn, once, that masters were replaced by 16-bit values that were loaded."""
-    if masters.rounded is None:
-        return
     warnings.warn(
         f"{masters.rounded} and others were loaded from a state that has them in 16 bits, and their float32 masters "
         "with them: what was below that precision is lost. To go back to an earlier point (a range test of learning "

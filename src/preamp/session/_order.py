@@ -277,7 +277,8 @@ class BackwardPass:
     def __exit__(self, failed: type[BaseException] | None, *_: object) -> None:
         order = self._order
         order.ours -= 1
-        order._others.mark(self._before)
+        if self._before:
+            order._others.mark(self._before)
         if order._looks:
             order.came()
         if failed is not None and self._first:

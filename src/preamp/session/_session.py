@@ -331,9 +331,11 @@ class Session:
             parameters, read, norm, host_skipped = take(chosen, self._check_stepping)
         finally:
             torch.clear_autocast_cache()  # of a region that is open still: casts of weights as they were
-            self._reshard()  # weights that an evaluation since backward has gathered are out of date
+            for part in self._parts:  # weights that an evaluation since backward has gathered are out of date
+                part.reshard()
         self._order.stepped(chosen)
-        checks.warn_rounded(self._masters)
+        if self._masters.rounded is not None:
+            checks.warn_rounded(self._masters)
         names = functools.partial(checks.names_of, parameters, self._named)
         self.last_step = report = StepReport(self._attempts, read.found, scale, norm, read.nonfinite, names)
         self._losses.skips.count(self._attempts, read.found, host_skipped)
