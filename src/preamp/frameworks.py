@@ -77,3 +77,26 @@ def tell_skipped(given: Any, skipped: Callable[[], Any]) -> None:
         if "_is_overflow" in held:
             given._is_overflow = skipped()
         given = held.get("_optimizer", held.get("optimizer"))
+
+
+WRAPPERS = frozenset({
+    "DistributedDataParallel", "DataParallel", "FullyShardedDataParallel", "OptimizedModule", "_ForwardRedirection",
+    "_FabricModule", "_LightningModuleWrapperBase",
+})  # fmt: skip
+"""Classes that hold a user's model and are no part of it."""
+
+
+def unwrapped(model: nn.Module, *, any_wrapper: bool = False) -> nn.Module:
+    """The user's model inside wrappers for parallel training and compilation, whose parameters are the same objects.
+
+    `any_wrapper`: also inside those that have parameters of their own, or change its call.
+    """
+    while True:
+        inner: Any = getattr(model, "_orig_mod", None)  # of torch.compile
+        if isinstance(model, (nn.DataParallel, nn.parallel.DistributedDataParallel)):
+            inner = model.module
+        elif any_wrapper and type(model).__name__ in WRAPPERS and len(parts := list(model.children())) == 1:
+            inner = parts[0]
+        if not isinstance(inner, nn.Module):
+            return model
+        model = inner

@@ -26,15 +26,11 @@ def half_function(function: F) -> F:
     >>> square = preamp.half_function(torch.square)
     """
 
-    @functools.wraps(function)
-    def half(*args: Any, **kwargs: Any) -> Any:
-        device_type = _region_of(args, kwargs)
-        if device_type is None:
-            return function(*args, **kwargs)
+    def half(device_type: str, args: Any, kwargs: Any) -> Any:
         dtype = torch.get_autocast_dtype(device_type)
         return function(*cast_floating(args, dtype), **cast_floating(kwargs, dtype))
 
-    return half  # type: ignore[return-value]
+    return _ruled(function, half)
 
 
 def float_function(function: F) -> F:
@@ -45,15 +41,11 @@ def float_function(function: F) -> F:
     >>> norm = preamp.float_function(torch.linalg.vector_norm)
     """
 
-    @functools.wraps(function)
-    def full(*args: Any, **kwargs: Any) -> Any:
-        device_type = _region_of(args, kwargs)
-        if device_type is None:
-            return function(*args, **kwargs)
+    def full(device_type: str, args: Any, kwargs: Any) -> Any:
         with torch.autocast(device_type, enabled=False):
             return function(*cast_floating(args, torch.float32), **cast_floating(kwargs, torch.float32))
 
-    return full  # type: ignore[return-value]
+    return _ruled(function, full)
 
 
 def promote_function(function: F) -> F:
@@ -62,22 +54,24 @@ def promote_function(function: F) -> F:
     >>> add = preamp.promote_function(torch.add)
     """
 
-    @functools.wraps(function)
-    def promote(*args: Any, **kwargs: Any) -> Any:
-        if _region_of(args, kwargs) is None:
-            return function(*args, **kwargs)
+    def promote(_: str, args: Any, kwargs: Any) -> Any:
         found = {t.dtype for t in tensors((args, kwargs)) if t.dtype in _CASTABLE}
         if len(found) < 2:
             return function(*args, **kwargs)
         widest = reduce(torch.promote_types, found)
         return function(*cast_floating(args, widest), **cast_floating(kwargs, widest))
 
-    return promote  # type: ignore[return-value]
+    return _ruled(function, promote)
 
 
-def _region_of(args: Any, kwargs: Any) -> str | None:
-    """The device type of the first tensor whose device has autocast on; None outside regions."""
-    for tensor in tensors((args, kwargs)):
-        if torch.is_autocast_enabled(tensor.device.type):
-            return tensor.device.type
-    return None
+def _ruled(function: F, inside: Callable[[str, Any, Any], Any]) -> F:
+    """`function`, which a call in a 16-bit region hands to `inside`, with the type of the region's device."""
+
+    @functools.wraps(function)
+    def ruled(*args: Any, **kwargs: Any) -> Any:
+        for tensor in tensors((args, kwargs)):
+            if torch.is_autocast_enabled(tensor.device.type):
+                return inside(tensor.device.type, args, kwargs)
+        return function(*args, **kwargs)
+
+    return ruled  # type: ignore[return-value]

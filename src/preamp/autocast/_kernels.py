@@ -8,7 +8,7 @@ Casts happen above autograd, so gradients flow back through them to the dtype th
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import reduce
+from functools import partial, reduce
 from typing import Any
 
 import torch
@@ -30,13 +30,8 @@ def build(op: Any, category: str, device_type: str) -> Kernel:
 
 
 def _as_is(op: Any, device_type: str) -> Kernel:
-    keys, exclude = _autocast_keys(device_type), torch._C._ExcludeDispatchKeyGuard
-
-    def as_is(*args: Any, **kwargs: Any) -> Any:
-        with exclude(keys):
-            return op(*args, **kwargs)
-
-    return as_is
+    call = _calling(op, device_type)
+    return lambda *args, **kwargs: call(_leave, args, kwargs)
 
 
 def _full(op: Any, device_type: str) -> Kernel:
@@ -114,9 +109,13 @@ def _plain_low(op: Any, device_type: str) -> Kernel:
     call = _calling(op, device_type)
 
     def plain_low(*args: Any, **kwargs: Any) -> Any:
-        return call(_caster(device_type, CASTABLE, torch.get_autocast_dtype(device_type)), args, kwargs)
+        return call(_to_low(device_type), args, kwargs)
 
     return plain_low
+
+
+def _to_low(device_type: str) -> Cast:
+    return _caster(device_type, CASTABLE, torch.get_autocast_dtype(device_type))
 
 
 def _low(op: Any, device_type: str) -> Kernel:
@@ -124,12 +123,12 @@ def _low(op: Any, device_type: str) -> Kernel:
 
     def low_cell(input: Tensor, state: Any, *weights: Any, **kwargs: Any) -> Any:
         """For lstm_cell and its kin: its parts stay under autocast, whose cache casts a weight once, not every step."""
-        to_low = _caster(device_type, CASTABLE, torch.get_autocast_dtype(device_type))
+        to_low = _to_low(device_type)
         return op.decompose(to_low(input), to_low(state), *weights, **kwargs)
 
     def low_vecdot(x: Tensor, y: Tensor, *, dim: int = -1) -> Any:
         """As a matrix product: torch rounds each term to 16 bits before it adds them."""
-        to_low = _caster(device_type, CASTABLE, torch.get_autocast_dtype(device_type))
+        to_low = _to_low(device_type)
         if x.is_complex() or y.is_complex() or (x.dim() != y.dim() and dim != -1):
             return low(x, y, dim=dim)
         with torch._C._ExcludeDispatchKeyGuard(_autocast_keys(device_type)):
@@ -186,23 +185,18 @@ def _promote_one_dtype(op: Any, device_type: str) -> Kernel:
     return promote_one_dtype
 
 
-def _banned(op: Any, device_type: str) -> Kernel:
+def _banned(op: Any, device_type: str, always: bool = False) -> Kernel:
     call = _calling(op, device_type)
 
     def banned(*args: Any, **kwargs: Any) -> Any:
+        if always:
+            raise RuntimeError(_ban_message(op, "torch.autocast refuses it on this device whatever its inputs"))
         for tensor in tensors((args, kwargs)):
             if tensor.dtype in LOW_DTYPES:
                 raise RuntimeError(_ban_message(op, f"an input is {str(tensor.dtype).removeprefix('torch.')}"))
         return call(_leave, args, kwargs)
 
     return banned
-
-
-def _refused(op: Any, device_type: str) -> Kernel:
-    def refused(*args: Any, **kwargs: Any) -> Any:
-        raise RuntimeError(_ban_message(op, "torch.autocast refuses it on this device whatever its inputs"))
-
-    return refused
 
 
 def _ban_message(op: Any, seen: str) -> str:
@@ -224,7 +218,7 @@ _BUILDERS: dict[str, Callable[[Any, str], Kernel]] = {
     "promote": _promote,
     "promote one dtype": _promote_one_dtype,
     "banned": _banned,
-    "refused": _refused,
+    "refused": partial(_banned, always=True),
 }
 
 

@@ -17,11 +17,8 @@ from __future__ import annotations
 
 import functools
 import sys
-import threading
-import warnings
-import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -30,6 +27,7 @@ from torch import Tensor
 
 from ..compiling import traced_by_callers, uncompiled
 from ..formats import LOW_DTYPES, cpu_multiplies, name_of
+from ._held import HeldKernels, library_of
 from ._nodes import NODES, RegionNodes
 
 MARKER = "ipu"
@@ -90,44 +88,25 @@ WIDENED_NODES = RegionNodes()
 """Nodes whose products were widened, outside of regions or in a backward that is differentiated again."""
 
 
-class Products:
+class Products(HeldKernels):
     """The kernels that are in the dispatcher now. There is one (`PRODUCTS`), because there is one dispatcher."""
 
     def __init__(self) -> None:
-        self._holders: set[object] = set()
-        self._everywhere: set[object] = set()
-        self._libraries: dict[str, torch.library.Library] = {}
+        super().__init__()
+        self.everywhere: set[object] = set()
+        """Those who have products widened in all code."""
         self._tag = ""
-        self._lock = threading.RLock()
 
-    @property
-    def is_everywhere(self) -> bool:
-        """Whether products are widened in all code: `hold(everywhere=True)`."""
-        return bool(self._everywhere)
-
-    def hold(self, *, everywhere: bool = False) -> object:
-        """Have products widened in what is preamp's until `release()` of what is returned; or in all code."""
-        holder = object()
-        with self._lock:
-            self._holders.add(holder)
-            if everywhere:
-                self._everywhere.add(holder)
-            self.install()
-        return holder
-
-    def hold_while(self, thing: object, *, everywhere: bool = False) -> weakref.finalize[..., object]:
-        """A `hold()` that ends with `thing`, or when what is returned is called."""
-        end = weakref.finalize(thing, self.release, self.hold(everywhere=everywhere))
-        end.atexit = False
-        return end
+    def hold(self, holder: object, *, everywhere: bool = False) -> None:
+        """Have products widened in what is preamp's until `release(holder)`; or in all code."""
+        if everywhere:
+            self.everywhere.add(holder)
+        super().hold(holder)
 
     def release(self, holder: object) -> None:
-        """Give up a `hold()`. The last one clears the dispatcher. A second call does nothing."""
-        with self._lock:
-            self._holders.discard(holder)
-            self._everywhere.discard(holder)
-            if not self._holders:
-                self._clear()
+        """End a `hold()`; a second call does nothing."""
+        self.everywhere.discard(holder)
+        super().release(holder)
 
     def install(self) -> None:
         """Put kernels that are missing into the dispatcher: those for tracing once the compiler has been imported."""
@@ -141,7 +120,7 @@ class Products:
                 torch.compiler.config.cache_key_tag += self._tag
             for key in (_EAGER, _TRACED) if traces else (_EAGER,):
                 if key not in self._libraries:
-                    self._libraries[key] = _install(key, dtypes)
+                    self._libraries[key] = library_of(_kernels(key, dtypes), key)
 
     def forget_nodes(self) -> None:
         """No rules are held any more: nodes of the past are not preamp's, unless a session widens products still."""
@@ -150,24 +129,9 @@ class Products:
             WIDENED_NODES.clear()
 
     def _clear(self) -> None:
-        for library in self._libraries.values():
-            library._destroy()
-        self._libraries.clear()
+        super()._clear()
         torch.compiler.config.cache_key_tag = torch.compiler.config.cache_key_tag.replace(self._tag, "")
         self._tag = ""
-
-    @contextmanager
-    def away(self) -> Iterator[None]:
-        """Inside, the dispatcher has no such kernels, whoever holds them."""
-        with self._lock:
-            holders, self._holders = self._holders, set()
-            self._clear()
-        try:
-            yield
-        finally:
-            with self._lock:
-                self._holders |= holders
-                self.install()
 
 
 PRODUCTS = Products()
@@ -214,17 +178,13 @@ def ruled(dtype: torch.dtype) -> bool:
     return dtype is not _WIDENED and dtype is not _WIDENED_COMPILED
 
 
-def _install(key: str, dtypes: frozenset[torch.dtype]) -> torch.library.Library:
-    library = torch.library.Library("aten", "IMPL")
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="(?s).*Overriding a previously registered kernel")
-        for name in (*_OPS, *_WRITING) if key == _EAGER else _OPS:
-            its = dtypes | _ON_NO_CPU.get(name, frozenset())
-            packet, _, overload = name.partition(".")
-            op = getattr(getattr(torch.ops.aten, packet, None), overload or "default", None)
-            if (its or name in _UP_TO) and op is not None:  # of every release of torch
-                library.impl(name, _kernel(name, op, key, its), key, with_keyset=True)
-    return library
+def _kernels(key: str, dtypes: frozenset[torch.dtype]) -> Iterator[tuple[str, Callable[..., Any]]]:
+    for name in (*_OPS, *_WRITING) if key == _EAGER else _OPS:
+        its = dtypes | _ON_NO_CPU.get(name, frozenset())
+        packet, _, overload = name.partition(".")
+        op = getattr(getattr(torch.ops.aten, packet, None), overload or "default", None)
+        if (its or name in _UP_TO) and op is not None:  # of every release of torch
+            yield name, _kernel(name, op, key, its)
 
 
 @functools.cache
@@ -286,7 +246,7 @@ def _applies() -> bool:
     """Whether a product of 16-bit tensors is preamp's."""
     # torch hides from a dispatch mode that autocast is on, and not its dtype
     marked = torch.is_autocast_enabled(MARKER) or torch.get_autocast_dtype(MARKER) is not _NO_MARKER
-    if marked or PRODUCTS.is_everywhere:
+    if marked or PRODUCTS.everywhere:
         applies = True
     elif torch._C._current_graph_task_id() == -1:
         return False

@@ -77,9 +77,7 @@ class autocast(torch.autocast):
 
     @uncompiled
     def _enter(self, number: int) -> None:
-        if self._outer:  # torch keeps what it has to restore on the object: save it from this second entry
-            self._outer[-1] = (*self._outer[-1], self.prev_cache_enabled, self.prev, self.prev_fastdtype)
-        self._outer.append((torch.is_autocast_enabled(MARKER), torch.get_autocast_dtype(MARKER), NODES.now()))
+        self._outer.append((_state_of(self.device), NODES.now()))
         super().__enter__()
         torch.set_autocast_enabled(MARKER, True)
         torch.set_autocast_dtype(MARKER, MARKER_DTYPES[number % len(MARKER_DTYPES)])
@@ -90,18 +88,20 @@ class autocast(torch.autocast):
             (traced,) = self._outer.pop()
             traced.__exit__(exc_type, exc_val, exc_tb)
         else:
-            self._exit(exc_type, exc_val, exc_tb)
+            self._exit()
 
     @uncompiled
-    def _exit(self, exc_type: Any, exc_val: Any, exc_tb: Any) -> None:
-        marked, marker_dtype, first_node = self._outer.pop()
-        torch.set_autocast_enabled(MARKER, marked)
-        torch.set_autocast_dtype(MARKER, marker_dtype)
+    def _exit(self) -> None:
+        before, first_node = self._outer[-1]
+        super().__exit__(None, None, None)
+        _restore(self.device, before)
         NODES.add(first_node)
-        super().__exit__(exc_type, exc_val, exc_tb)
+        self._outer.pop()  # last: an interrupt may come at any line
+
+    def _unwind(self) -> None:
+        """Undo all that this thread has entered since it entered this region, if it has."""
         if self._outer:
-            *kept, self.prev_cache_enabled, self.prev, self.prev_fastdtype = self._outer[-1]
-            self._outer[-1] = tuple(kept)
+            _restore(self.device, self._outer[0][0])
 
     def __call__(self, func: F) -> F:
         """`func` run inside such a region; each call enters a region of its own, so recursion and threads are safe."""
@@ -112,6 +112,27 @@ class autocast(torch.autocast):
     def uninstall() -> None:
         """Take preamp's rules out of torch's dispatcher now; `PolicyError` while a session is open."""
         REGISTRY.uninstall()
+
+
+def _state_of(device_type: str) -> tuple[Any, ...]:
+    """What regions are open in this thread, as far as torch knows."""
+    torchs = torch.is_autocast_enabled(device_type), torch.get_autocast_dtype(device_type)
+    ours = torch.is_autocast_enabled(MARKER), torch.get_autocast_dtype(MARKER)
+    _, depth = torch.autocast_increment_nesting(), torch.autocast_decrement_nesting()
+    return depth, torch.is_autocast_cache_enabled(), torchs, ours
+
+
+def _restore(device_type: str, before: tuple[Any, ...]) -> None:
+    """Undo all that was entered since `_state_of`, also what an interrupt has left open."""
+    depth, cached, *dtypes = before
+    for _ in range(torch.autocast_increment_nesting() - depth):
+        torch.autocast_decrement_nesting()
+    if depth == 0:
+        torch.clear_autocast_cache()
+    torch.set_autocast_cache_enabled(cached)
+    for kind, (enabled, dtype) in zip((device_type, MARKER), dtypes, strict=True):
+        torch.set_autocast_enabled(kind, enabled)
+        torch.set_autocast_dtype(kind, dtype)
 
 
 def decorated(func: F, region: Callable[[], Any]) -> F:

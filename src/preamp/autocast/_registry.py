@@ -19,7 +19,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import threading
-import warnings
+from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -31,6 +31,7 @@ from ..compiling import uncompiled
 from ..errors import PolicyError
 from ..rules import RULED_ON_CPU, OpRules, autocast_key, has_kernel, native_category
 from . import _kernels
+from ._held import library_of
 from ._nodes import NODES
 from ._products import COMPILED, MARKER, PRODUCTS, ruled
 from ._vmapped import VMAPPED
@@ -50,13 +51,10 @@ class Registry:
         self.stamp = ""
         """Names the rules in the dispatcher ("" for none). Traced code reads it, and so is guarded on it."""
         self._numbers: dict[OpRules, int] = {}
+        self._number = 0
         self._holders: set[object] = set()
         self._lingering = False
         self._libraries: dict[str, list[torch.library.Library]] = {}
-        self._products: object = None
-        """The hold on the products of the CPU, if there are rules for it."""
-        self._of_vmap: object = None
-        """The hold on the gradients of norms under vmap."""
         self._tag = ""
         self._lock = threading.RLock()
 
@@ -67,7 +65,7 @@ class Registry:
         with self._lock:
             self._ensure(rules, device_type)
             self._lingering |= lingering
-            return self._numbers[self.rules]  # type: ignore[index]
+            return self._number
 
     def hold(self, rules: OpRules, device_type: str) -> object:
         """Rules for a session: kept until `release()` of what is returned."""
@@ -125,13 +123,15 @@ class Registry:
             self._clear()
         if self.rules is None:
             self.rules = wanted
-            self.stamp = f"rules {self._numbers.setdefault(wanted, len(self._numbers))}"
-            self._tag_compile_cache(wanted)
-            self._of_vmap = VMAPPED.hold()
-        if device_type == "cpu":
-            if self._products is None:
-                self._products = PRODUCTS.hold()
+            self._number = self._numbers.setdefault(wanted, len(self._numbers))
+            self.stamp = f"rules {self._number}"
+            self._tag = _tag_of(wanted)  # torch.compile's cache on disk knows nothing of our kernels
+            torch.compiler.config.cache_key_tag += self._tag
+            VMAPPED.hold(self)
+        if device_type == "cpu" and device_type in self._libraries:
             PRODUCTS.install()  # those for tracing, if the compiler has come since
+        elif device_type == "cpu":
+            PRODUCTS.hold(self)
         if device_type not in self._libraries:
             try:
                 self._libraries[device_type] = _install(self.rules, device_type)
@@ -147,19 +147,12 @@ class Registry:
             for library in libraries:
                 library._destroy()
         self._libraries.clear()
-        VMAPPED.release(self._of_vmap)
-        self._of_vmap = None
-        PRODUCTS.release(self._products)
-        self._products = None
+        VMAPPED.release(self)
+        PRODUCTS.release(self)
         torch.compiler.config.cache_key_tag = torch.compiler.config.cache_key_tag.replace(self._tag, "")
         self.rules = None
         self._lingering = False
         self.stamp = ""
-
-    def _tag_compile_cache(self, rules: OpRules) -> None:
-        """Make torch.compile's on-disk cache, which knows nothing of our kernels, depend on the rules."""
-        self._tag = _tag_of(rules)
-        torch.compiler.config.cache_key_tag += self._tag
 
 
 REGISTRY = Registry()
@@ -173,21 +166,14 @@ def _tag_of(rules: OpRules) -> str:
 def _install(rules: OpRules, device_type: str) -> list[torch.library.Library]:
     """Put the kernels that rules want into the dispatcher; one library a namespace."""
     own = any("::" in name for name, _ in rules.ruled())  # custom operators may come, and get rules, at any time
-    libraries: dict[str, torch.library.Library] = {}
-    with warnings.catch_warnings():
-        # the dispatcher says that we replace a kernel, which is what we mean
-        warnings.filterwarnings("ignore", message="(?s).*Overriding a previously registered kernel")
-        for namespace, name, kernel in (_kernels_of.__wrapped__ if own else _kernels_of)(rules, device_type):
-            if namespace not in libraries:
-                libraries[namespace] = torch.library.Library(namespace, "IMPL")
-            libraries[namespace].impl(name, kernel, autocast_key(device_type), with_keyset=True)
-    return list(libraries.values())
+    kernels = (_kernels_of.__wrapped__ if own else _kernels_of)(rules, device_type)
+    return [library_of(own, autocast_key(device_type), namespace=space) for space, own in kernels.items()]
 
 
 @functools.cache
-def _kernels_of(rules: OpRules, device_type: str) -> list[tuple[str, str, _kernels.Kernel]]:
-    """A kernel for each operator whose rule differs from torch's: (namespace, name, kernel); kept for each session."""
-    found = []
+def _kernels_of(rules: OpRules, device_type: str) -> dict[str, list[tuple[str, _kernels.Kernel]]]:
+    """A kernel for each operator whose rule differs from torch's, by namespace; kept for each session."""
+    found: dict[str, list[tuple[str, _kernels.Kernel]]] = defaultdict(list)
     changed = dict(rules.changes)
     for name, category in rules.ruled():
         native = native_category(name, device_type)
@@ -213,7 +199,7 @@ def _kernels_of(rules: OpRules, device_type: str) -> list[tuple[str, str, _kerne
         by_torch = "plain low" if native == "low" else native
         torchs = _kernels.build(op, by_torch, device_type) if by_torch and torch_has_one else None
         namespace, _, plain = name.rpartition("::")
-        found.append((namespace or "aten", plain, _gate(op, ours, torchs, device_type)))
+        found[namespace or "aten"].append((plain, _gate(op, ours, torchs, device_type)))
     return found
 
 

@@ -7,70 +7,26 @@ gradient and weight, which is float32, beside the 16-bit activations: an error. 
 
 from __future__ import annotations
 
-import threading
-import warnings
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from ._held import HeldKernels, library_of
+
 Gradients = tuple[Tensor, Tensor, Tensor]
 """Of a norm's input, weight and bias."""
 
 
-class Vmapped:
+class Vmapped(HeldKernels):
     """The rules of vmap that are in the dispatcher now. There is one (`VMAPPED`), because there is one dispatcher."""
 
-    def __init__(self) -> None:
-        self._holders: set[object] = set()
-        self._library: torch.library.Library | None = None
-        self._lock = threading.RLock()
-
-    def hold(self) -> object:
-        """Have the rules in the dispatcher until `release()` of what is returned."""
-        holder = object()
-        with self._lock:
-            self._holders.add(holder)
-            self._install()
-        return holder
-
-    def release(self, holder: object) -> None:
-        """Give up a `hold()`. The last one puts torch's rules back. A second call does nothing."""
-        with self._lock:
-            self._holders.discard(holder)
-            if not self._holders:
-                self._clear()
-
-    @contextmanager
-    def away(self) -> Iterator[None]:
-        """Inside, the dispatcher has torch's rules, whoever holds these."""
-        with self._lock:
-            holders, self._holders = self._holders, set()
-            self._clear()
-        try:
-            yield
-        finally:
-            with self._lock:
-                self._holders |= holders
-                self._install()
-
-    def _install(self) -> None:
-        if self._library is not None or not self._holders:
-            return
-        self._library = torch.library.Library("aten", "IMPL")
-        with warnings.catch_warnings():
-            # the dispatcher says that we replace a kernel, which is what we mean
-            warnings.filterwarnings("ignore", message="(?s).*Overriding a previously registered kernel")
-            for name, rule in _RULES.items():
-                if hasattr(torch.ops.aten, name):
-                    self._library.impl(name, rule, "FuncTorchBatched")
-
-    def _clear(self) -> None:
-        if self._library is not None:
-            self._library._destroy()
-            self._library = None
+    def install(self) -> None:
+        """Put the rules in the place of torch's."""
+        if self._holders and not self._libraries:
+            rules = [(name, rule) for name, rule in _RULES.items() if hasattr(torch.ops.aten, name)]
+            self._libraries["aten"] = library_of(rules, "FuncTorchBatched", with_keyset=False)
 
 
 VMAPPED = Vmapped()

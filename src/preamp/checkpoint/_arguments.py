@@ -1,17 +1,25 @@
-"""The arguments of all that saves and loads: checked before anything is read, written or changed."""
+"""The arguments of all that saves and loads, checked before anything is read, written or changed; and copies of them.
+
+A checkpoint holds plain containers of tensors, numbers and strings.
+"""
 
 from __future__ import annotations
 
+import copy
 import os
+from collections import Counter, OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
+from torch.serialization import get_safe_globals
 
 from ..errors import CheckpointError, kind_of
 from ..session import Session
+from ..tree import PLAIN, map_tensors, tensors
 
 AnyPath = str | os.PathLike[str]
 Models = nn.Module | Sequence[nn.Module] | Mapping[str, nn.Module]
@@ -75,3 +83,46 @@ def check_session(session: Any, models: Iterable[Any], optimizers: Iterable[Any]
 def _parts(models: Iterable[Any]) -> set[Any]:
     modules = (each for each in models if isinstance(each, nn.Module))
     return {part for module in modules for part in (*module.modules(), *module.parameters())}
+
+
+_VALUES = {*PLAIN, bytes, bytearray, complex, set}
+_LISTS = (list, tuple, torch.Size)
+_DICTS = (dict, OrderedDict, Counter)
+
+
+def kept_on_host(value: Any) -> Any:
+    """A copy of `value` that nothing outside can change: tensors on the host, tied ones once, in new containers."""
+    made: dict[Any, Tensor] = {}
+
+    def to_host(tensor: Tensor) -> Tensor:
+        whole = type(tensor) in (Tensor, nn.Parameter) and tensor.layout is torch.strided and tensor.numel() > 0
+        at = (tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()) if whole else id(tensor)
+        if at not in made:
+            made[at] = tensor.detach().to("cpu", copy=True)
+        return made[at]
+
+    moved = map_tensors(to_host, value)
+    return copy.deepcopy(moved, {id(tensor): tensor for tensor in tensors(moved)})
+
+
+def check_loadable(value: Any, where: str) -> None:
+    """`CheckpointError` with the path of the first object that `load` would have to run code for."""
+    kind = type(value)
+    if isinstance(value, Tensor) or kind in _VALUES:
+        return
+    if kind in _LISTS:
+        for index, item in enumerate(value):
+            check_loadable(item, f"{where}[{index}]")
+    elif kind in _DICTS:
+        for key, item in value.items():
+            check_loadable(key, f"a key of {where}")
+            check_loadable(item, f"{where}[{key!r}]")
+        if attributes := getattr(value, "__dict__", None):  # versions of modules, which steer how a state is loaded
+            check_loadable(attributes, f"attributes of {where}")
+    elif not any(kind is (each[0] if isinstance(each, tuple) else each) for each in get_safe_globals()):
+        shown = kind_of(value) if kind is type else f"a {kind.__module__}.{kind.__qualname__}"
+        raise CheckpointError(
+            f"{where} is {shown}, which load() could only read by running code from "
+            "the file, and refuses to: save tensors, numbers, strings, lists and dicts (float(...) of a NumPy number), "
+            "or allow the class before saving and loading with torch.serialization.add_safe_globals"
+        )

@@ -10,8 +10,7 @@ from torch import nn
 
 from ..errors import CheckpointError, OptimizerError, PreampError, PreampWarning, StateError, kind_of
 from ..session import Session, sessions_of
-from ._arguments import AnyPath, Models, Optimizers, check_path, check_session, named
-from ._content import kept_on_host
+from ._arguments import AnyPath, Models, Optimizers, check_path, check_session, kept_on_host, named
 from ._file import read
 from ._fitting import fitting
 from ._masters import BITS, Beside, in_full, joined

@@ -11,8 +11,7 @@ from typing import Any
 
 from ..errors import CheckpointError, PreampWarning
 from ..session import Session
-from ._arguments import AnyPath, Models, Optimizers, check_path, check_session, named
-from ._content import check_loadable, kept_on_host
+from ._arguments import AnyPath, Models, Optimizers, check_loadable, check_path, check_session, kept_on_host, named
 from ._file import write
 from ._masters import BITS, Beside, InFloat32, in_full
 

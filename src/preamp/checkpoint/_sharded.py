@@ -25,8 +25,7 @@ from ..optim._eight_bit import as_float32, stored_as
 from ..session import Session, sessions_of
 from ..sharding import rank, ranks
 from ..tree import map_tensors
-from ._arguments import AnyPath, check_kind, check_path, check_session
-from ._content import kept_on_host
+from ._arguments import AnyPath, check_kind, check_path, check_session, kept_on_host
 from ._file import read, sha256_of, write
 from ._load import tell_left
 from ._masters import BITS, Beside, in_float32, joined, masters_of

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import sys
 import traceback
@@ -12,6 +13,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
+from ..frameworks import unwrapped as unwrapped_by
 from .hooks import subclasses
 
 Models = nn.Module | Mapping[str, nn.Module] | Sequence[nn.Module]
@@ -26,21 +28,8 @@ def names_of(models: Models) -> Names:
     return names
 
 
-WRAPPERS = frozenset({
-    "DistributedDataParallel", "DataParallel", "FullyShardedDataParallel", "OptimizedModule", "_ForwardRedirection",
-    "_FabricModule", "_LightningModuleWrapperBase",
-})  # fmt: skip
-"""Classes that hold a user's model and are no part of it."""
-
-
-def unwrapped(module: nn.Module) -> nn.Module:
-    """The user's model inside wrappers for parallel training and compilation."""
-    while type(module).__name__ in WRAPPERS:
-        inner = list(module.children())
-        if len(inner) != 1:
-            break
-        module = inner[0]
-    return module
+unwrapped = functools.partial(unwrapped_by, any_wrapper=True)
+"""The user's model inside wrappers for parallel training and compilation."""
 
 
 def is_trainable(module: nn.Module) -> bool:

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ..errors import SessionError
+from ..frameworks import unwrapped
 from ..ledger import parameters_of, whole
-from ..modules import unwrapped
 from ..session import Session
 from ..tree import cast_floating
 from ._host import Host

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ..errors import SessionError
+from ..frameworks import unwrapped
 from ..ledger import gradients_of
-from ..modules import unwrapped
 from . import fabric
 
 if not fabric.IS_APART:

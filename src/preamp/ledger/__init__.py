@@ -5,14 +5,12 @@ Only this room asks what has changed since the last step.
 
 from .buckets import Bucket, Buckets, Collected
 from .gradients import Gradients
-from .kept import KEPT, Kept, whole
-from .leaves import clear_gradients, gradients_of, parameters_in, parameters_of
+from .leaves import KEPT, Kept, clear_gradients, dtype_of_gradient, gradients_of, parameters_in, parameters_of, whole
 from .masters import Masters
 from .no_masters import NoMasters
-from .record import Record
+from .record import Record, is_marked, mark
 from .split import SplitMasters
 from .state import Steps, state_like_parameters
-from .sums import dtype_of_gradient
 from .swap import rebuild_reducers, set_data, wrappers_of
 
 __all__ = [
@@ -30,6 +28,8 @@ __all__ = [
     "clear_gradients",
     "dtype_of_gradient",
     "gradients_of",
+    "is_marked",
+    "mark",
     "parameters_in",
     "parameters_of",
     "rebuild_reducers",

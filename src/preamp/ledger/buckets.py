@@ -18,10 +18,9 @@ from torch.nn import Parameter
 
 from ..kernels import ShardSum, Storage, TensorList, count_writes, present_in
 from ..sharding import held_here, is_sharded, placed_as
-from .layout import Layout, overlapping
-from .leaves import Leaves
+from .layout import Entries, Layout, overlapping
+from .leaves import Leaves, parameters_of
 from .masters import Masters
-from .snapshot import Entries
 from .state import Steps, ages
 
 
@@ -105,13 +104,13 @@ class Buckets:
         self._present = list(map(list, present))
         self.all: list[Bucket] = []
         every = [param for params in present for param in params]
-        shared = overlapping(every)
+        shared, order = overlapping(every), {param: i for i, param in enumerate(parameters_of(optimizer))}
         for number, (group, params) in enumerate(zip(optimizer.param_groups, present, strict=True)):
             place = {param: i for i, param in enumerate(params)}
             for own in _alike(optimizer, group, params, shared):
                 for bucket in _buckets_of(optimizer, group, own, masters):
                     bucket.number, bucket.pick = number, _picker([place[param] for param in bucket.params])
-                    bucket.first = _place_of(bucket.params[0], self._groups)
+                    bucket.first = order[bucket.params[0]]
                     aliases = {other for param in bucket.params for other in shared.get(param, ())}
                     bucket.aliases = list(aliases.difference(bucket.params))
                     self.all.append(bucket)
@@ -149,9 +148,9 @@ def _alike(
     """Parameters that may be in one bucket."""
     alike: dict[tuple[Any, ...], list[Parameter]] = defaultdict(list)
     for param in params:
-        names, lent = optimizer.names_for(group, param), optimizer.is_lent(param)
+        names, mastered = optimizer.names_for(group, param), optimizer.is_mastered(param)
         turn = shared[param][param] if param in shared else 0
-        alike[param.device, param.dtype, names, is_sharded(param), lent, turn].append(param)
+        alike[param.device, param.dtype, names, is_sharded(param), mastered, turn].append(param)
     yield from alike.values()
 
 
@@ -159,10 +158,6 @@ def _picker(places: list[int]) -> Callable[[list[Tensor]], Sequence[Tensor]]:
     """A function that selects the items at `places` from a list."""
     begin, end = places[0], places[0] + len(places)
     return itemgetter(slice(begin, end)) if places == list(range(begin, end)) else itemgetter(*places)
-
-
-def _place_of(param: Parameter, groups: Sequence[dict[str, Any]]) -> int:
-    return next(i for i, p in enumerate(p for group in groups for p in group["params"]) if p is param)
 
 
 def _same(those: Sequence[Any], these: Sequence[Any]) -> bool:

@@ -22,10 +22,9 @@ from torch.optim import Optimizer
 from ..kernels import Reading, chained, global_norm, listed, multiply_, present_in, read, reciprocal
 from ..parallel import Agreement
 from ..sharding import placed_as
-from .leaves import gradients_of, parameters_of
+from .leaves import dtype_of_gradient, gradients_of, parameters_of
 from .masters import Masters
-from .record import Owned, Record
-from .sums import WideSums, dtype_of_gradient
+from .record import Owned, Record, WideSums, is_marked, mark
 from .swap import hand_over
 
 _VERSION, _PARAMS = attrgetter("_version"), attrgetter("params")
@@ -316,14 +315,12 @@ class Gradients:
 
     def mark_stepped(self, optimizer: Optimizer) -> None:
         """Mark the first gradient of an optimizer as used by a step."""
-        first = next((p.grad for p in parameters_of(optimizer) if p.grad is not None), None)
-        if first is not None:
-            first._preamp_stepped = first._version  # type: ignore[attr-defined]
+        mark(gradients_of(optimizer)[:1], "_preamp_stepped")
 
     def is_due(self, optimizer: Optimizer) -> bool:
         """Whether an optimizer has gradients that no step has used."""
         first = next((p.grad for p in parameters_of(optimizer) if p.grad is not None), None)
-        return first is not None and getattr(first, "_preamp_stepped", None) != first._version
+        return first is not None and not is_marked(first, "_preamp_stepped")
 
     def make_true(self, optimizer: Optimizer) -> None:
         """Unscale and clip an optimizer's gradients, once; low parameters get float32 ones, and their masters in."""

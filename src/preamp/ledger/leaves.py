@@ -1,4 +1,4 @@
-"""One record a parameter: its name, its master, and when the two last agreed."""
+"""One record a parameter: its name, its master and the form in which that is saved, and when the two last agreed."""
 
 from __future__ import annotations
 
@@ -6,15 +6,16 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from operator import attrgetter, is_, itemgetter
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
-from ..kernels import TensorList
-from .snapshot import Snapshot
-from .sums import dtype_of_gradient
+from ..errors import StateError
+from ..kernels import TensorList, join
+from .layout import Snapshot
 
 _VERSION, _STORED, _PARAMS = attrgetter("_version"), attrgetter("stored"), itemgetter("params")
 
@@ -50,6 +51,11 @@ def clear_gradients(model: nn.Module, set_to_none: bool) -> None:
 def gradients_of(optimizer: Optimizer) -> list[Tensor]:
     """The gradients that an optimizer's parameters have now."""
     return [p.grad for p in parameters_of(optimizer) if p.grad is not None]
+
+
+def dtype_of_gradient(parameter: Parameter) -> torch.dtype:
+    """The dtype of a parameter's gradient; since torch 2.10 it may differ from the parameter's."""
+    return getattr(parameter, "grad_dtype", None) or parameter.dtype
 
 
 @dataclass(slots=True)
@@ -169,3 +175,31 @@ class Leaves:
             self._stored, self._snapshot = TensorList(now), Snapshot(now)
             self._stored.owners = None if self._agreed.in_graphs else ()
         return self._stored
+
+
+KEPT = {"split": torch.int16, "split24": torch.int8}
+"""The dtype of the bits, for each `master=` of an optimizer with split masters."""
+
+Kept = Tensor | tuple[Tensor, Tensor]
+"""A master: a float32 tensor, or a bfloat16 weight and the bits that it lacks."""
+
+
+def whole(name: str, kept: Any) -> Tensor:
+    """A master in float32, in new memory if it was split. `StateError` for what is none."""
+    shape_of(name, kept)
+    return kept.to(torch.float32) if isinstance(kept, Tensor) else join(*kept)
+
+
+def shape_of(name: str, kept: Any) -> tuple[int, ...]:
+    """The shape of a master; `StateError` for what is none."""
+    parts = list(kept) if isinstance(kept, (tuple, list)) and len(kept) == 2 else [kept]
+    if all(isinstance(p, Tensor) and p.layout is torch.strided and p.device.type != "meta" for p in parts):
+        dtypes = [p.dtype for p in parts]
+        split = dtypes in [[torch.bfloat16, bits] for bits in KEPT.values()] and parts[0].shape == parts[1].shape
+        if split or (len(parts) == 1 and parts[0].is_floating_point()):
+            return tuple(parts[0].shape)
+    seen = " and ".join(f"{p.dtype} {list(p.shape)}" if isinstance(p, Tensor) else f"{p!r:.60}" for p in parts)
+    raise StateError(
+        f"the master {name!r} is {seen} in the state: a dense floating tensor is wanted, or a bfloat16 weight and its "
+        "bits, int16 or int8, of the same shape"
+    )

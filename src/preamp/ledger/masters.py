@@ -27,8 +27,7 @@ from ..formats import LOW_DTYPES
 from ..kernels import Storage, Tensors
 from ..sharding import held_here, is_sharded
 from .audit import Audit, agrees
-from .kept import Kept, shape_of, whole
-from .leaves import Agreed, Leaf, Leaves
+from .leaves import Agreed, Kept, Leaf, Leaves, shape_of, whole
 from .swap import hand_over, rebuild_reducers, set_data, swap
 
 

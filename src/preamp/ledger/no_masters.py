@@ -13,7 +13,7 @@ from .swap import rebuild_reducers, set_data, swap
 
 
 class NoMasters(Masters):
-    """Parameters without a float32 copy; the optimizer steps them directly."""
+    """Parameters without a float32 copy."""
 
     wanted = False
 

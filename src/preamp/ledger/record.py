@@ -1,16 +1,18 @@
-"""What is known of an optimizer's gradients between backward and step."""
+"""What is known of an optimizer's gradients between backward and step, and sums of them in float32."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
+import torch
 from torch import Tensor
 from torch.nn import Parameter
 
 from ..kernels import Reading
 from ..parallel import Agreement
 from .buckets import Collected
-from .leaves import Leaves
+from .leaves import Leaves, dtype_of_gradient
 
 
 @dataclass(slots=True)
@@ -52,3 +54,48 @@ class Owned:
     leaves: Leaves
     agreement: Agreement | None
     """The agreement among ranks that readings of their gradients need, if any."""
+
+
+@dataclass(slots=True)
+class _Sum:
+    value: Tensor
+    shown: Tensor
+    """The 16-bit gradient shown for it: the same, rounded."""
+    version: int
+
+
+class WideSums(dict[Parameter, _Sum]):
+    """The sums, by parameter. One holds as long as the parameter's gradient is what was shown for it."""
+
+    def of(self, parameter: Parameter) -> Tensor:
+        """A parameter's gradient in float32, to be written; it must have one."""
+        grad = parameter.grad
+        assert grad is not None
+        known = self.get(parameter)
+        if known is None:
+            return grad.to(torch.float32, copy=True)  # of a parameter that was cast since, it may be float32
+        if known.shown is grad and known.version == grad._version:
+            return known.value
+        low = known.value.to(grad.dtype)  # user code wrote into it: entries that still show the sum keep the sum
+        return torch.where((grad == low) & (low != 0), known.value, grad.float())
+
+    def show(self, parameter: Parameter, total: Tensor) -> None:
+        """Set a parameter's gradient to this float32 one, rounded, and keep the sum."""
+        parameter.grad = shown = total.to(dtype_of_gradient(parameter), copy=True)
+        self[parameter] = _Sum(total, shown, shown._version)
+
+    def forget(self, parameter: Parameter) -> bool:
+        """Drop a parameter's sum; returns whether there was one."""
+        return self.pop(parameter, None) is not None
+
+
+def mark(gradients: Iterable[Tensor | None], name: str) -> None:
+    """Give gradients a mark, which they lose by any change."""
+    for gradient in gradients:
+        if gradient is not None:
+            setattr(gradient, name, gradient._version)
+
+
+def is_marked(gradient: Tensor | None, name: str) -> bool:
+    """Whether a gradient has a mark, and has not been changed since it got it."""
+    return gradient is not None and bool(getattr(gradient, name, None) == gradient._version)

@@ -11,8 +11,7 @@ from torch.nn import Parameter
 from ..errors import OptimizerError
 from ..kernels import Storage, Tensors, chances_like, join, split
 from ..sharding import held_here
-from .kept import Kept
-from .leaves import Leaf, Leaves
+from .leaves import Kept, Leaf, Leaves
 from .masters import Masters
 from .swap import set_data
 

@@ -20,7 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ..errors import SessionError
 from ..sharding import is_sharded
-from .sums import dtype_of_gradient
+from .leaves import dtype_of_gradient
 
 
 def set_data(parameter: Parameter, data: Tensor) -> None:

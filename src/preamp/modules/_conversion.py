@@ -16,13 +16,13 @@ from torch.nn.parameter import UninitializedParameter
 
 from ..errors import PolicyError, SessionError, kind_of
 from ..formats import LOW_DTYPES, name_of
+from ..frameworks import unwrapped
 from ..ledger import Masters, NoMasters, set_data
 from ..policy import Policy
 from ..sharding import gathered_as, reshard
 from ._casting import BYPASSED, NOTHING, Casting, CastingModule, casting_class, uncast
-from ._norms import NORMS, is_norm, mixes, refuse_unfit
 from ._owned import check_free, disown, own
-from ._precisions import precisions_of, unwrapped
+from ._precisions import NORMS, is_norm, mixes, precisions_of, refuse_unfit
 
 _FLOATS, _LEARNS = (torch.float32, *LOW_DTYPES), attrgetter("requires_grad")
 
@@ -51,6 +51,12 @@ class Conversion:
         """Parameters that no optimizer steps, with their names and the dtypes that the policy has for them."""
         self._low = NoMasters()
         """Keeps those of them that are 16-bit, for passes in full precision."""
+        self._changed: dict[CastingModule, Casting] = {}
+        self._buffers: list[_Buffer] = []
+        self._low_buffers: list[_Buffer] = []  # that came so, and are float32 in full precision
+        self._owned: list[nn.Module] = []
+        self._known: set[nn.Parameter] = set()
+        self._wide_buffers = False
         root = unwrapped(model)
         check_free(root, keeper)
         for path, module in root.named_modules():
@@ -59,29 +65,18 @@ class Conversion:
             if policy.params in LOW_DTYPES:
                 refuse_unfit(path, module)
         self._gathered = gathered_as(root)
-        self._changed: dict[CastingModule, Casting] = {}
-        self._buffers: list[_Buffer] = []
-        self._low_buffers: list[_Buffer] = []  # that came so, and are float32 in full precision
-        self._owned: list[nn.Module] = []
-        self._wide_buffers = False
-        precisions = self._precisions = dict(precisions_of(root, policy))
         self._sparse = _sparse_embeddings(root) if policy.masters else set()
-        plan = list(self._plan_parameters(root, precisions, stepped))  # raises before anything is changed
-        for name, parameter, dtype in plan:
-            if parameter in keeper:
-                continue  # another model of the session has it as well
-            if parameter.dtype is dtype:
-                keeper.adopt(name, parameter)
-            else:
-                keeper.lower(name, parameter, dtype)
+        for _ in self._survey(root):
+            pass
+        joining = [p for p in self._left if stepped is None or (p.requires_grad and p in stepped)]
+        for parameter in joining:  # raises before anything is changed
+            self._check(parameter, *self._left[parameter])
+        self._lower(joining)
         for parameter in self._left:
             self._low.adopt("", parameter)
-        self._lower_buffers(root, precisions)
+        self._lower_buffers(root)
         for path, module in root.named_modules():
-            parent = precisions[path.rpartition(".")[0]] if path else None
-            casting = self._casting(module, precisions[path], parent, is_root=path == "")
-            if casting != NOTHING:
-                self._wrap(module, casting)
+            self._cast(path, module)
             if isinstance(module, nn.RNNBase) and policy.params in LOW_DTYPES:
                 module.flatten_parameters()
         self._own(root)
@@ -90,6 +85,27 @@ class Conversion:
         self._owned = list(root.modules())
         self._known = set(root.parameters())
         own(self._owned, self._keeper)
+
+    def _survey(self, root: nn.Module) -> Iterator[tuple[nn.Module, nn.Parameter]]:
+        """Note parameters that are not known yet as left; each with its module."""
+        self._precisions = dict(precisions_of(root, self._policy))
+        for path, module in root.named_modules():
+            dtype = self._storage(module, self._precisions[path])
+            for key, parameter in module._parameters.items():
+                if parameter is None or parameter in self._known:
+                    continue
+                name = f"{self._prefix}{path}.{key}" if path else f"{self._prefix}{key}"
+                if isinstance(parameter, UninitializedParameter):
+                    raise PolicyError(f"the parameter {name} is lazy: run one batch through the model before prepare()")
+                if parameter.dtype not in _FLOATS:
+                    continue
+                first, stored = self._left.setdefault(parameter, (name, dtype))
+                if stored is not dtype and not self._owned:
+                    raise PolicyError(
+                        f"{first} and {name} are one shared parameter, which the policy wants in "
+                        f"{name_of(stored)} and in {name_of(dtype)}; give both modules the same precision"
+                    )
+                yield module, parameter
 
     def _meet(self) -> None:
         """Find parameters that the model has got since: those of a module that was added, and those that the removal of
@@ -104,59 +120,28 @@ class Conversion:
         before = set(self._owned)
         gone = self._known.difference(root.parameters())
         taken = {held.data_ptr() for parameter in self._keeper.among(gone) for _, held in self._keeper.held(parameter)}
-        self._precisions = dict(precisions_of(root, self._policy))
-        for path, module in root.named_modules():
-            dtype = self._storage(module, self._precisions[path])
-            for key, parameter in module._parameters.items():
-                if parameter is None or parameter in self._known or parameter.dtype not in _FLOATS:
-                    continue
-                name = f"{self._prefix}{path}.{key}" if path else f"{self._prefix}{key}"
-                self._left[parameter] = (name, dtype)
-                lent = parameter.data_ptr() in taken
-                if lent and parameter.dtype is torch.float32:
-                    parameter.data = parameter.data.clone()  # which the master of one that is gone goes on holding
-                if (lent or module in before) and parameter.dtype is dtype and dtype in LOW_DTYPES:
-                    self._low.lower(name, parameter, dtype)
-                else:
-                    self._low.adopt(name, parameter)
+        for module, parameter in self._survey(root):
+            name, dtype = self._left[parameter]
+            lent = parameter.data_ptr() in taken
+            if lent and parameter.dtype is torch.float32:
+                parameter.data = parameter.data.clone()  # which the master of one that is gone goes on holding
+            if (lent or module in before) and parameter.dtype is dtype and dtype in LOW_DTYPES:
+                self._low.lower(name, parameter, dtype)
+            else:
+                self._low.adopt(name, parameter)
         self._own(root)
 
-    def _plan_parameters(
-        self, root: nn.Module, precisions: dict[str, torch.dtype | None], stepped: Collection[nn.Parameter] | None
-    ) -> Iterator[tuple[str, nn.Parameter, torch.dtype]]:
-        seen: dict[nn.Parameter, tuple[str, torch.dtype]] = {}
-        for path, module in root.named_modules():
-            dtype = self._storage(module, precisions[path])
-            for key, parameter in module._parameters.items():
-                if parameter is None:
-                    continue
-                name = f"{self._prefix}{path}.{key}" if path else f"{self._prefix}{key}"
-                if isinstance(parameter, UninitializedParameter):
-                    raise PolicyError(f"the parameter {name} is lazy: run one batch through the model before prepare()")
-                if parameter.dtype not in _FLOATS:
-                    continue
-                if parameter in seen:
-                    first, stored = seen[parameter]
-                    if stored is not dtype:
-                        raise PolicyError(
-                            f"{first} and {name} are one shared parameter, which the policy wants in "
-                            f"{name_of(stored)} and in {name_of(dtype)}; give both modules the same precision"
-                        )
-                    continue
-                seen[parameter] = (name, dtype)
-                if stepped is not None and not (parameter in stepped and parameter.requires_grad):
-                    self._left[parameter] = (name, dtype)
-                elif parameter in self._gathered:
-                    self._check_gathered(name, parameter, dtype)
-                elif dtype in LOW_DTYPES and parameter.dtype in (torch.float32, dtype):
-                    yield name, parameter, dtype
-                elif parameter.dtype in LOW_DTYPES:
-                    raise PolicyError(
-                        f"the parameter {name} is {name_of(parameter.dtype)} and the policy wants {name_of(dtype)}: "
-                        "prepare() casts by itself. Leave out .half() or .to(...) before it, load the model with "
-                        "from_pretrained(..., dtype=torch.float32), or make the layers that train float32: "
-                        "layer.float(). O2 takes fp16 parameters and O5 bf16 ones, not in norms, and gives them masters"
-                    )
+    def _check(self, parameter: nn.Parameter, name: str, dtype: torch.dtype) -> None:
+        """Check that an optimizer can step a parameter under the policy."""
+        if parameter in self._gathered:
+            self._check_gathered(name, parameter, dtype)
+        elif parameter.dtype in LOW_DTYPES and parameter.dtype is not dtype:
+            raise PolicyError(
+                f"the parameter {name} is {name_of(parameter.dtype)} and the policy wants {name_of(dtype)}: "
+                "prepare() casts by itself. Leave out .half() or .to(...) before it, load the model with "
+                "from_pretrained(..., dtype=torch.float32), or make the layers that train float32: "
+                "layer.float(). O2 takes fp16 parameters and O5 bf16 ones, not in norms, and gives them masters"
+            )
 
     def _check_gathered(self, name: str, parameter: nn.Parameter, wanted: torch.dtype) -> None:
         """A sharded parameter stays float32, and is its own master: FSDP2 has to gather it as the policy wants."""
@@ -190,9 +175,23 @@ class Conversion:
             return policy.norms if policy.norms is torch.float32 else precision or policy.params
         return precision or policy.params
 
-    def _lower_buffers(self, root: nn.Module, precisions: dict[str, torch.dtype | None]) -> None:
+    def _lower(self, joining: Collection[nn.Parameter]) -> None:
+        """Give parameters that were left the dtypes and the masters that the policy has for them."""
+        for parameter in joining:
+            name, dtype = self._left.pop(parameter)
+            self._low.drop(parameter)
+            if parameter in self._gathered or parameter in self._keeper:
+                continue  # FSDP2's are their own masters; another model of the session may have it as well
+            if parameter.dtype is not torch.float32 and parameter.dtype is not dtype:
+                set_data(parameter, parameter.data.float())
+            if dtype in LOW_DTYPES and parameter.dtype is dtype:
+                self._keeper.adopt(name, parameter)
+            elif dtype in LOW_DTYPES:
+                self._keeper.lower(name, parameter, dtype)
+
+    def _lower_buffers(self, root: nn.Module) -> None:
         for path, module in root.named_modules():
-            dtype = self._storage(module, precisions[path])
+            dtype = self._storage(module, self._precisions[path])
             if is_norm(module) and self._is_left(module) is not None:
                 continue  # its statistics have the dtype of its weights
             for key, buffer in module._buffers.items():
@@ -213,30 +212,17 @@ class Conversion:
         """Bring parameters under the policy that were left as they are, and that an optimizer steps from now on."""
         self._meet()
         joining = [p for p in self._left if p.requires_grad and p in stepped]
-        for parameter in joining:
-            name, dtype = self._left.pop(parameter)
-            self._low.drop(parameter)
-            if parameter in self._gathered or parameter in self._keeper:
-                continue  # FSDP2's are their own masters; another model of the session may have it as well
-            if parameter.dtype is not torch.float32 and parameter.dtype is not dtype:
-                set_data(parameter, parameter.data.float())
-            if dtype in LOW_DTYPES and parameter.dtype is dtype:
-                self._keeper.adopt(name, parameter)
-            elif dtype in LOW_DTYPES:
-                self._keeper.lower(name, parameter, dtype)
+        self._lower(joining)
         changed = set(joining)
         if joining:
-            self._lower_buffers(self._owned[0], self._precisions)
+            self._lower_buffers(self._owned[0])
         for path, module in self._owned[0].named_modules() if joining else ():
             if changed.isdisjoint(p for p in module._parameters.values() if p is not None):
                 continue
             for key, buffer in module._buffers.items() if is_norm(module) else ():
                 if buffer is not None and buffer.dtype in LOW_DTYPES:  # its statistics came in the dtype of its weights
                     module._buffers[key] = buffer.to(self._storage(module, self._precisions[path]))
-            parent = self._precisions[path.rpartition(".")[0]] if path else None
-            casting = self._casting(module, self._precisions[path], parent, is_root=path == "")
-            if module in self._changed or casting != NOTHING:
-                self._wrap(module, casting)
+            self._cast(path, module)
         own(self._owned, self._keeper)
         return joining
 
@@ -314,7 +300,12 @@ class Conversion:
     def _region(self, precision: torch.dtype | None) -> torch.dtype | None:
         return (precision or self._policy.compute) if self._policy.has_regions else None
 
-    def _wrap(self, module: nn.Module, casting: Casting) -> None:
+    def _cast(self, path: str, module: nn.Module) -> None:
+        """Have a module cast as the policy has it."""
+        parent = self._precisions[path.rpartition(".")[0]] if path else None
+        casting = self._casting(module, self._precisions[path], parent, is_root=path == "")
+        if casting == NOTHING and module not in self._changed:
+            return
         if self._policy.params in LOW_DTYPES:
             casting = replace(casting, stays=True)
         module.__dict__["_preamp_casting"] = casting

@@ -3,69 +3,57 @@
 from __future__ import annotations
 
 import functools
-import gc
-import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Any, ClassVar
 
 from torch import Tensor, nn
 from torch.export import ExportedProgram
 
-_TRACE = "torch.export._trace"
+_init, _module = ExportedProgram.__init__, ExportedProgram.module
 
 
 class Exports:
-    """Notices programs that are exported while a model has its float32 weights, until `end`.
+    """Notes programs that are exported, and modules made of them, while a model has its float32 weights, until `end`.
 
-    torch keeps no list of programs. To look for them among all objects takes half a second in a large process, so that
-    it is only done where one was made.
+    torch keeps no list of programs, and to look for them among all objects takes half a second in a large process.
     """
 
     _open: ClassVar[set[Exports]] = set()
 
     def __init__(self) -> None:
-        self._made = _TRACE not in sys.modules  # torch imports it with the first export
+        self._tables: list[dict[str, Any]] = []
+        """Where programs and modules keep parameters and buffers by name."""
         self._open.add(self)
-        ExportedProgram.__init__ = _counted  # type: ignore[assignment, method-assign]
+        ExportedProgram.__init__, ExportedProgram.module = _noted_init, _noted_module  # type: ignore[assignment]
 
     def end(self, models: Iterable[nn.Module]) -> None:
         """Have programs that hold tensors of these models keep copies of the values they have now."""
         self._open.discard(self)
         if not self._open:
-            ExportedProgram.__init__ = _init  # type: ignore[method-assign]
-        if not self._made or _TRACE not in sys.modules:
+            ExportedProgram.__init__, ExportedProgram.module = _init, _module  # type: ignore[method-assign]
+        if not self._tables:
             return
         shared = {id(t) for model in models for t in (*model.parameters(), *model.buffers())}
         copies: dict[int, Tensor] = {}
-        for table in _tables():
+        for table in self._tables:
             for name, tensor in table.items():
                 if id(tensor) in shared:
                     table[name] = copies.setdefault(id(tensor), _copy(tensor))
 
 
-_init = ExportedProgram.__init__
-
-
 @functools.wraps(_init)
-def _counted(program: Any, *args: Any, **kwargs: Any) -> None:
-    for each in Exports._open:
-        each._made = True
+def _noted_init(program: Any, *args: Any, **kwargs: Any) -> None:
     _init(program, *args, **kwargs)
+    for each in Exports._open:
+        each._tables.append(program.state_dict)
 
 
-def _tables() -> Iterator[dict[str, Any]]:
-    """Where programs, and the modules made of them, keep parameters and buffers by name.
-
-    Other modules with a graph, which `torch.fx` traced, are the model itself or have its layers in them.
-    """
-    from torch.export._unlift import _StatefulGraphModule  # what ExportedProgram.module() makes
-
-    for found in gc.get_objects():
-        if issubclass(type(found), ExportedProgram):
-            yield found.state_dict
-        elif issubclass(type(found), _StatefulGraphModule):
-            for part in found.modules():
-                yield from (part._parameters, part._buffers)
+@functools.wraps(_module)
+def _noted_module(program: Any, *args: Any, **kwargs: Any) -> Any:
+    made = _module(program, *args, **kwargs)
+    for each in Exports._open:
+        each._tables += [table for part in made.modules() for table in (part._parameters, part._buffers)]
+    return made
 
 
 def _copy(tensor: Tensor) -> Tensor:

@@ -4,10 +4,9 @@ from torch import optim as _torchs
 
 from ._adam import Adam, AdamW
 from ._base import FusedOptimizer
+from ._first_order import SGD, Adagrad, Lion, Muon
 from ._layerwise import LAMB, NovoGrad
 from ._loading import float32_states
-from ._momentum import Lion, Muon
-from ._sgd import SGD, Adagrad
 
 __all__ = ["LAMB", "SGD", "Adagrad", "Adam", "AdamW", "FusedOptimizer", "Lion", "Muon", "NovoGrad", "float32_states"]
 

@@ -13,7 +13,6 @@ from ..errors import OptimizerError
 from ..kernels import AdamOptions, adam, adam_8bit, blocks_of
 from ..ledger import Bucket
 from ..sharding import held_here
-from ._base import refuse_differentiable
 from ._eight_bit import CODES, NAMES, SCALES, as_8bit, as_float32, new_8bit, takes_8bit
 from ._rounded import RoundedOptimizer
 
@@ -39,7 +38,7 @@ class Adam(RoundedOptimizer):
     """
 
     kept = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", *NAMES)
-    options = AdamOptions
+    options, kernel = AdamOptions, staticmethod(adam)
 
     def __init__(
         self,
@@ -61,10 +60,10 @@ class Adam(RoundedOptimizer):
         states: str = "float32",
         seed: int = 0,
     ) -> None:
-        refuse_differentiable(differentiable)
         defaults = {
             "lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "amsgrad": amsgrad,
             "maximize": maximize, "capturable": capturable, "decoupled_weight_decay": decoupled_weight_decay,
+            "differentiable": differentiable,
         }  # fmt: skip
         if states not in ("float32", "8bit"):
             raise OptimizerError(f"states={states!r}: write 'float32', or '8bit' for moments in 8 bits")
@@ -74,23 +73,21 @@ class Adam(RoundedOptimizer):
     def check_options(self, group: dict[str, Any]) -> None:
         """Check the options of a group: AMSGrad has no states in 8 bits."""
         super().check_options(group)
-        self._refuse_amsgrad(group)
+        self.state_names(group)
 
     def state_names(self, group: dict[str, Any]) -> tuple[str, ...]:
         """Name the states: first and second moment, and the largest second moment of AMSGrad."""
-        return ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")[: 3 if group["amsgrad"] else 2]
-
-    def names_for(self, group: dict[str, Any], param: Parameter) -> tuple[str, ...]:
-        """Name one parameter's states, with the scales of moments in 8 bits."""
-        self._refuse_amsgrad(group)
-        return NAMES if self._is_coded(param) else self.state_names(group)
-
-    def _refuse_amsgrad(self, group: dict[str, Any]) -> None:
         if self.states == "8bit" and group["amsgrad"]:
             raise OptimizerError(
                 "states='8bit' with amsgrad=True: a largest second moment would grow by every rounding up; write "
                 "amsgrad=False, or states='float32'"
             )
+        return ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")[: 3 if group["amsgrad"] else 2]
+
+    def names_for(self, group: dict[str, Any], param: Parameter) -> tuple[str, ...]:
+        """Name one parameter's states, with the scales of moments in 8 bits."""
+        names = self.state_names(group)
+        return NAMES if self._is_coded(param) else names
 
     def new_state(self, name: str, group: dict[str, Any], param: Parameter, dtype: torch.dtype) -> Tensor:
         """Make a state for the first step: zeros, or codes and scales of moments in 8 bits."""
@@ -107,26 +104,24 @@ class Adam(RoundedOptimizer):
     def _is_coded(self, param: Tensor) -> bool:
         return self.states == "8bit" and takes_8bit(param)
 
-    def _has_wide_states(self, param: Parameter) -> bool:
-        return self._is_coded(param) or super()._has_wide_states(param)
-
     def _mend(self, param: Parameter, state: dict[str, Any]) -> None:
         if self._is_coded(param):
             as_8bit(state, param)
+        else:
+            super()._mend(param, state)
 
     def _readable(self, row: Any, param: Parameter) -> Any:
         return row if self._is_coded(param) else as_float32(row)
 
-    def _advance(self, bucket: Bucket, gradients: list[Tensor], factor: Tensor | None, found: Tensor | None) -> None:
-        o = self._options(bucket, factor=factor, found=found)
+    def _advance(self, bucket: Bucket, gradients: list[Tensor], **more: Any) -> None:
         if "exp_avg_scale" not in bucket.names:
-            adam(bucket.storage, gradients, o)
+            super()._advance(bucket, gradients, **more)
             return
-        storage = bucket.storage
-        first, first_scales, second, second_scales = storage.states
+        first, first_scales, second, second_scales = bucket.storage.states
         if bucket.sharded:  # scales are in rows there
             first_scales, second_scales = ([each.view(-1) for each in each] for each in (first_scales, second_scales))
-        adam_8bit(replace(storage, states=(first, second, first_scales, second_scales)), gradients, o)
+        storage = replace(bucket.storage, states=(first, second, first_scales, second_scales))
+        adam_8bit(storage, gradients, self._options(bucket, **more))
 
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "states": self.states}

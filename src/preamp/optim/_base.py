@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from abc import abstractmethod
 from collections.abc import Callable
 from dataclasses import fields
 from functools import cache, wraps
@@ -48,6 +47,8 @@ class FusedOptimizer(Loading):
                 "'float32' keeps masters of 16-bit parameters, 'split' the same in less memory, 'split24' 24 bits of "
                 "them, None keeps none"
             )
+        if defaults.get("differentiable"):
+            raise OptimizerError("a fused step cannot be differentiated through: use torch.optim for such a step")
         self.master = master
         self._prepare()
         super().__init__(params, {**defaults, "foreach": None, "differentiable": False, "fused": True})
@@ -85,14 +86,16 @@ class FusedOptimizer(Loading):
 
     options: ClassVar[Any]
     """The class of the kernel's options; most of its fields are those of the parameter group."""
+    kernel: ClassVar[Callable[..., None]]
+    """What steps lists of tensors."""
 
     def _options(self, bucket: Bucket, **more: Any) -> Any:
         group = bucket.group
         return self.options(**{name: group[name] for name in _names(self.options) if name in group}, **more)
 
-    @abstractmethod
-    def _advance(self, bucket: Bucket, gradients: list[Tensor], factor: Tensor | None, found: Tensor | None) -> None:
-        """Step the tensors of a bucket."""
+    def _advance(self, bucket: Bucket, gradients: list[Tensor], **more: Any) -> None:
+        """Step the tensors of a bucket. `more`: options that are no group's, the factor of gradients and the flag."""
+        self.kernel(bucket.storage, gradients, self._options(bucket, **more))
 
     def _before_buckets(self, collected: Collected, factor: Tensor | None) -> None:
         """Prepare a step that depends on all gradients, before the first bucket steps."""
@@ -110,31 +113,25 @@ class FusedOptimizer(Loading):
                 loss = closure()
         torch._C._set_grad_enabled(False)  # a decorator, or a context, takes as long as collecting the gradients
         try:
-            self._step_now(anew=closure is not None)
+            factor, found, collected = self._handed or self._flag_and_scale()
+            on_cpu = found is not None and found.device.type == "cpu"
+            if found is None or not on_cpu or found.item() == 0:
+                collected = self.collect_anew() if collected is None or closure is not None else collected
+                self._before_buckets(collected, factor)
+                self._step_collected(collected, factor, None if on_cpu else found)
         finally:
             torch._C._set_grad_enabled(enabled)
         return loss
 
-    def _step_now(self, anew: bool) -> None:
-        handed = self._handed
-        if handed is None:
-            found: Tensor | None = getattr(self, "found_inf", None)
-            scale: Tensor | None = getattr(self, "grad_scale", None)
-            handed = None if scale is None else reciprocal(scale), found, None
-        factor, found, collected = handed
-        if found is not None and found.device.type == "cpu":
-            if found.item() > 0:
-                return
-            found = None
-        if collected is None or anew:
-            collected = self.collect_anew()
-        self._before_buckets(collected, factor)
-        self._step_collected(collected, factor, found)
+    def _flag_and_scale(self) -> tuple[Tensor | None, Tensor | None, None]:
+        """What a scaler has set before the step."""
+        scale: Tensor | None = getattr(self, "grad_scale", None)
+        return None if scale is None else reciprocal(scale), getattr(self, "found_inf", None), None
 
     def _step_collected(self, collected: Collected, factor: Tensor | None, found: Tensor | None) -> None:
         for bucket, gradients in collected:
             bucket.begin_step(self._masters)
-            self._advance(bucket, gradients, factor, found)
+            self._advance(bucket, gradients, factor=factor, found=found)
             bucket.end_step(self._masters)
 
     @property
@@ -282,10 +279,6 @@ class FusedOptimizer(Loading):
                     self.state[param][self._master_key] = self._masters.stored(param)
         return buckets
 
-    def is_lent(self, param: Parameter) -> bool:
-        """Whether a session keeps a master of a parameter."""
-        return self._lent and param in self._masters
-
     def _check(self, param: Parameter) -> None:
         grad = param.grad
         if grad is not None and grad.layout is not torch.strided:
@@ -331,9 +324,3 @@ class FusedOptimizer(Loading):
 @cache
 def _names(options: Any) -> tuple[str, ...]:
     return tuple(field.name for field in fields(options))
-
-
-def refuse_differentiable(differentiable: bool) -> None:
-    """`OptimizerError` for `differentiable=True`."""
-    if differentiable:
-        raise OptimizerError("a fused step cannot be differentiated through: use torch.optim with differentiable=True")

@@ -34,7 +34,7 @@ class LAMB(FusedOptimizer):
     """
 
     kept = ("exp_avg", "exp_avg_sq")
-    options = LambOptions
+    options, kernel = LambOptions, staticmethod(lamb)
 
     def __init__(
         self,
@@ -64,10 +64,6 @@ class LAMB(FusedOptimizer):
         self._grad_norm: Tensor | None = None
         self._agreed: tuple[Buckets, Agreement] | None = None
 
-    def state_names(self, group: dict[str, Any]) -> tuple[str, ...]:
-        """Name the states: first and second moment."""
-        return ("exp_avg", "exp_avg_sq")
-
     def _before_buckets(self, collected: Collected, factor: Tensor | None) -> None:
         """Compute the norm that `max_grad_norm` limits: that of all groups together."""
         gradients = [gradient for _, own in collected for gradient in own]
@@ -81,9 +77,8 @@ class LAMB(FusedOptimizer):
             norm = global_norm(gradients)
         self._grad_norm = norm if factor is None else norm * factor.to(norm.device)
 
-    def _advance(self, bucket: Bucket, gradients: list[Tensor], factor: Tensor | None, found: Tensor | None) -> None:
-        more = {"factor": factor, "found": found, "grad_norm": self._grad_norm, "shard_sum": _shard_sum(bucket)}
-        lamb(bucket.storage, gradients, self._options(bucket, **more))
+    def _advance(self, bucket: Bucket, gradients: list[Tensor], **more: Any) -> None:
+        super()._advance(bucket, gradients, **more, grad_norm=self._grad_norm, shard_sum=_shard_sum(bucket))
 
 
 class NovoGrad(FusedOptimizer):
@@ -103,7 +98,7 @@ class NovoGrad(FusedOptimizer):
     """
 
     kept = ("exp_avg", "norm")
-    options = NovoGradOptions
+    options, kernel = NovoGradOptions, staticmethod(novograd)
 
     def __init__(
         self,
@@ -134,10 +129,6 @@ class NovoGrad(FusedOptimizer):
         if (norm_type := group["norm_type"]) not in (0, 2):
             raise OptimizerError(f"norm_type={norm_type!r}: write 2 for the L2 norm, or 0 for the largest magnitude")
 
-    def state_names(self, group: dict[str, Any]) -> tuple[str, ...]:
-        """Name the states: first moment, and the running norm of the tensor's gradient, 0-d."""
-        return ("exp_avg", "norm")
-
     def new_state(self, name: str, group: dict[str, Any], param: Parameter, dtype: torch.dtype) -> Tensor:
         """Make a state for the first step: zeros, one number for the norm."""
         if name == "norm":
@@ -152,19 +143,11 @@ class NovoGrad(FusedOptimizer):
         """The shape of a state: one number for the norm."""
         return 1 if name == "norm" else super().state_form(name, param)
 
-    def _has_wide_states(self, param: Parameter) -> bool:
-        return True  # the norm
-
-    def _mend(self, param: Parameter, state: dict[str, Any]) -> None:
-        if "exp_avg" in state:
-            state["exp_avg"] = state["exp_avg"].to(torch.float32 if self.is_mastered(param) else param.dtype)
-            state["norm"] = state["norm"].to(torch.float32)
-
-    def _advance(self, bucket: Bucket, gradients: list[Tensor], factor: Tensor | None, found: Tensor | None) -> None:
+    def _advance(self, bucket: Bucket, gradients: list[Tensor], **more: Any) -> None:
         exp_avgs, shown = bucket.storage.states
         norms = torch.stack(list(shown))
-        o = self._options(bucket, factor=factor, found=found, shard_sum=_shard_sum(bucket))
-        novograd(replace(bucket.storage, states=(exp_avgs, [norms])), gradients, o)
+        stacked = replace(bucket, storage=replace(bucket.storage, states=(exp_avgs, [norms])))
+        super()._advance(stacked, gradients, **more, shard_sum=_shard_sum(bucket))
         torch._foreach_copy_(list(shown), norms.unbind())
 
 

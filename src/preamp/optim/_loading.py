@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from abc import abstractmethod
 from collections.abc import Iterator, Mapping
 from numbers import Integral, Real
 from typing import Any, ClassVar
@@ -15,7 +14,7 @@ from torch.optim import Optimizer
 from ..errors import OptimizerError, kind_of
 from ..formats import LOW_DTYPES
 from ..kernels import join, split
-from ..ledger import KEPT, Buckets, Masters, SplitMasters
+from ..ledger import KEPT, Buckets, Masters, SplitMasters, parameters_of
 from ..sharding import held_here
 from ._eight_bit import NAMES, as_float32, is_8bit
 from ._from_apex import check_form, completed
@@ -49,9 +48,9 @@ class Loading(Optimizer):
     })  # fmt: skip
     """States of `torch.optim` that have the shape of their parameter."""
 
-    @abstractmethod
     def state_names(self, group: dict[str, Any]) -> tuple[str, ...]:
-        """Names of the states that a step needs."""
+        """Names of the states that a step needs, with the options of a group: by default all of `kept`."""
+        return type(self).kept
 
     def _prepare(self) -> None:
         """Start without buckets, and with masters of its own."""
@@ -167,19 +166,20 @@ class Loading(Optimizer):
         state_dict = self._completed(state_dict)
         self._check_states(state_dict)
         low = self._low_params()
-        super().load_state_dict(self._kept(state_dict, low))
+        super().load_state_dict(state_dict)
         self._masters = self._masters if self._lent else self._own_masters()
-        saved = {param: state_dict["state"].get(number, {}) for param, number in self._saved(state_dict)}
-        for group in self.param_groups:
-            for param in group["params"]:
-                state = self.state.get(param)
-                if state is not None:
-                    masters = {name: state.pop(name, None) for name in _MASTERS}
-                    if param in low and self.master is not None and not self._lent:
-                        # torch's optimizers keep one in the parameter's dtype, and step the weight without it
-                        good = {n for n in _MASTERS if getattr(saved[param].get(n), "dtype", None) in _MASTERS[n]}
-                        self._take_master(param, state, *(masters[n] if n in good else None for n in _MASTERS))
-                    self._mend(param, state)
+        for param, number in self._saved(state_dict):
+            state, saved = self.state.get(param), state_dict["state"].get(number, {})
+            if state is None:
+                continue
+            if param in low:  # torch has cast its states to 16 bits
+                state.update({n: _wide(v, param.device) for n, v in saved.items() if isinstance(v, Tensor)})
+            masters = {name: state.pop(name, None) for name in _MASTERS}
+            if param in low and self.master is not None and not self._lent:
+                # torch's optimizers keep one in the parameter's dtype, and step the weight without it
+                good = {n for n in _MASTERS if getattr(saved.get(n), "dtype", None) in _MASTERS[n]}
+                self._take_master(param, state, *(masters[n] if n in good else None for n in _MASTERS))
+            self._mend(param, state)
 
     @torch.no_grad()
     def _take_master(self, param: Parameter, state: dict[str, Any], master: Tensor | None, bits: Tensor | None) -> None:
@@ -198,40 +198,28 @@ class Loading(Optimizer):
         param.copy_(weight)
 
     def _low_params(self) -> set[Parameter]:
-        params = (p for group in self.param_groups for p in group["params"] if p.dtype in LOW_DTYPES)
+        """The 16-bit parameters that have a master here, or states of another dtype."""
         lent = self._masters if self._lent else ()  # the session makes those float32 itself
-        return {p for p in params if p not in lent and self._has_wide_states(p)}
-
-    def _kept(self, state_dict: dict[str, Any], low: set[Parameter]) -> dict[str, Any]:
-        """A state_dict whose states of `low` parameters torch does not cast to 16 bits: wrapped, for `__setstate__`."""
-        states = dict(state_dict["state"])
-        for param, number in self._saved(state_dict):
-            if param in low and number in states:
-                states[number] = {n: _Kept(v) if isinstance(v, Tensor) else v for n, v in states[number].items()}
-        return {**state_dict, "state": states}
+        low = [p for p in parameters_of(self) if p.dtype in LOW_DTYPES and p not in lent]
+        names = type(self).kept
+        return {p for p in low if self.is_mastered(p) or any(self.state_dtype(n, p) is not p.dtype for n in names)}
 
     def _saved(self, state_dict: dict[str, Any]) -> Iterator[tuple[Parameter, Any]]:
         """The parameters, each with the number under which states are saved for it."""
-        own = (p for group in self.param_groups for p in group["params"])
         saved = (i for group in state_dict["param_groups"] for i in group["params"])
-        return zip(own, saved, strict=False)  # torch says so if there are more of one than of the other
-
-    def _has_wide_states(self, param: Parameter) -> bool:
-        """Whether a 16-bit parameter without a lent master has float32 states."""
-        return self.master is not None and not self._lent
+        return zip(parameters_of(self), saved, strict=False)  # torch says so if there are more of one than of the other
 
     def _mend(self, param: Parameter, state: dict[str, Any]) -> None:
-        """Restore the dtypes of loaded states that torch has cast: those that are neither float32 nor the weight's."""
+        """Restore the dtypes of loaded states that torch has cast."""
+        for name in type(self).kept:
+            if isinstance(state.get(name), Tensor):
+                state[name] = state[name].to(self.state_dtype(name, param))
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         if "_buckets" not in self.__dict__:  # unpickled, or copied
             self._prepare()
         self._buckets.clear()
-        for param, own in self.state.items():
-            for name, value in own.items():
-                if isinstance(value, _Kept):
-                    own[name] = value.on(param.device)
 
 
 def float32_states(state_dict: Mapping[str, Any]) -> dict[str, Any]:
@@ -249,15 +237,9 @@ def float32_states(state_dict: Mapping[str, Any]) -> dict[str, Any]:
     return {**state_dict, "state": {key: as_float32(row) for key, row in state_dict["state"].items()}}
 
 
-class _Kept:
-    """Wraps a loaded state, so that torch does not cast it to the dtype of its parameter."""
-
-    def __init__(self, value: Tensor) -> None:
-        self._value = value
-
-    def on(self, device: torch.device) -> Tensor:
-        """The state on a device; 16 bits, of a checkpoint of torch's, as float32."""
-        return self._value.to(device, torch.float32 if self._value.dtype in LOW_DTYPES else None)
+def _wide(state: Tensor, device: torch.device) -> Tensor:
+    """A loaded state on a device; 16 bits, of a checkpoint of torch's, as float32."""
+    return state.to(device, torch.float32 if state.dtype in LOW_DTYPES else None)
 
 
 def check_number(name: str, value: Any, *, low: float = 0.0, high: float = _INFINITE, whole: bool = False) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch.nn import Parameter
 
 from ..errors import OptimizerError
@@ -40,13 +39,8 @@ class RoundedOptimizer(FusedOptimizer):
 
     def state_dtype(self, name: str, param: Parameter) -> torch.dtype:
         """The dtype of a state: float32 also for weights that are rounded stochastically."""
-        return torch.float32 if self._stochastic(param) else super().state_dtype(name, param)
-
-    def _stochastic(self, param: Tensor) -> bool:
-        return self.rounding == "stochastic" and param.dtype is torch.bfloat16
-
-    def _has_wide_states(self, param: Parameter) -> bool:
-        return self._stochastic(param) or super()._has_wide_states(param)
+        stochastic = self.rounding == "stochastic" and param.dtype is torch.bfloat16
+        return torch.float32 if stochastic else super().state_dtype(name, param)
 
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "rounding": self.rounding, "seed": self.seed}

@@ -12,9 +12,10 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from ..errors import PreampError
+from ..frameworks import unwrapped
 from ..kernels import blocks_in_a_row
 from ..ledger import NoMasters
-from ..modules import CastingModule, Conversion, check_free, unwrapped
+from ..modules import CastingModule, Conversion, check_free
 from ..optim import AdamW, FusedOptimizer
 from ..policy import Policy, parse_policy
 from ..report import Table

@@ -10,9 +10,8 @@ found finite, and the step destroys the parameters.
 
 from __future__ import annotations
 
-from abc import abstractmethod
 from collections.abc import Mapping
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,65 +21,8 @@ from ..kernels import reciprocal
 from ._checks import PATIENCE, check_bounds, check_count, check_factors, check_scale
 from ._fixed import LossScale, at_least_float32
 
-Self = TypeVar("Self", bound="Moving")
 
-
-class Moving(LossScale):
-    """A scale that changes. Its state is tensors by name, one of them "scale", where the gradients were last."""
-
-    def __init__(self, init_scale: float, min_scale: float | None, max_scale: float | None, patience: int | None):
-        self._start = check_scale(init_scale, "init_scale")
-        self._floor, self._ceiling = check_bounds(self._start, min_scale, max_scale)
-        self.min_scale, self.max_scale = min_scale, max_scale
-        self.patience = None if patience is None else check_count(patience, "patience", "it counts skipped steps")
-        self._state = {"scale": torch.tensor(self._start, dtype=torch.float32, device="cpu")}
-
-    def scale(self, loss: Tensor) -> Tensor:
-        """`loss` times the scale, in float32."""
-        return at_least_float32(loss) * self._on(loss.device)["scale"]
-
-    def inverse(self, device: torch.device) -> Tensor:
-        """1/scale, 0-d float32, rounded once from float64 as torch does."""
-        return reciprocal(self._on(device)["scale"])
-
-    def current(self, device: torch.device) -> Tensor:
-        """The scale, 0-d float32; a copy."""
-        return self._on(device)["scale"].clone()
-
-    def _on(self, device: torch.device) -> dict[str, Tensor]:
-        if self._state["scale"].device != device:
-            self._state = {name: value.to(device) for name, value in self._state.items()}
-        return self._state
-
-    def _restore(self, state: Mapping[str, Any]) -> None:
-        """Copy a restored scale's fields, but write its state into the present tensors, which a CUDA graph may hold."""
-        fields = dict(self._from_state(state).__dict__)
-        restored = fields.pop("_state")
-        self.__dict__.update(fields)
-        for name, value in restored.items():
-            self._state[name].copy_(value)
-
-    @abstractmethod
-    def _from_state(self: Self, state: Mapping[str, Any]) -> Self:
-        """A new schedule of this kind with that state, every value checked."""
-
-    def _set_count(self, state: Mapping[str, Any], name: str) -> None:
-        """Take a count of steps from a state_dict."""
-        value = state[name]
-        if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < 2**31:
-            raise StateError(f"the checkpoint's {self.kind} loss scale has {name}={value!r}: it counts steps")
-        self._state[name].fill_(value)
-
-    def _arguments(self) -> dict[str, Any]:
-        """The constructor's arguments, except the initial scale."""
-        return {"min_scale": self.min_scale, "max_scale": self.max_scale, "patience": self.patience}
-
-    def __repr__(self) -> str:
-        arguments = {"init_scale": self._start, **self._arguments()}
-        return f"{type(self).__name__}({', '.join(f'{name}={value!r}' for name, value in arguments.items())})"
-
-
-class DynamicScale(Moving):
+class DynamicScale(LossScale):
     """The largest scale that does not overflow, found by trying; defaults are those of `torch.amp.GradScaler`.
 
     Args:
@@ -109,11 +51,36 @@ class DynamicScale(Moving):
         patience: int | None = PATIENCE,
     ) -> None:
         check_factors(growth_factor, backoff_factor, growth_interval)
-        super().__init__(init_scale, min_scale, max_scale, patience)
+        self._start = check_scale(init_scale, "init_scale")
+        self._floor, self._ceiling = check_bounds(self._start, min_scale, max_scale)
         self.growth_factor = float(growth_factor)
         self.backoff_factor = float(backoff_factor)
         self.growth_interval = growth_interval
-        self._state["good_steps"] = torch.tensor(0, dtype=torch.int32, device="cpu")  # since the last change
+        self.min_scale, self.max_scale = min_scale, max_scale
+        self.patience = None if patience is None else check_count(patience, "patience", "it counts skipped steps")
+        # the scale, and counts of steps, where the gradients were last
+        self._state = {"scale": torch.tensor(self._start, dtype=torch.float32, device="cpu")}
+        self._count("good_steps")  # since the last change
+
+    def _count(self, name: str) -> None:
+        self._state[name] = torch.tensor(0, dtype=torch.int32, device="cpu")
+
+    def scale(self, loss: Tensor) -> Tensor:
+        """`loss` times the scale, in float32."""
+        return at_least_float32(loss) * self._on(loss.device)["scale"]
+
+    def inverse(self, device: torch.device) -> Tensor:
+        """1/scale, 0-d float32, rounded once from float64 as torch does."""
+        return reciprocal(self._on(device)["scale"])
+
+    def current(self, device: torch.device) -> Tensor:
+        """The scale, 0-d float32; a copy."""
+        return self._on(device)["scale"].clone()
+
+    def _on(self, device: torch.device) -> dict[str, Tensor]:
+        if self._state["scale"].device != device:
+            self._state = {name: value.to(device) for name, value in self._state.items()}
+        return self._state
 
     def after_step(self, found_inf: Tensor) -> None:
         """Back off after a bad step, grow after enough good ones, stay within the bounds."""
@@ -125,21 +92,31 @@ class DynamicScale(Moving):
 
     def state_dict(self) -> dict[str, Any]:
         """Every field as plain numbers; reads the scale from the device."""
-        return {
-            "kind": self.kind,
-            "scale": float(self._state["scale"]),
-            "good_steps": int(self._state["good_steps"]),
-            **self._arguments(),
-        }
+        numbers = {name: value.item() for name, value in self._state.items()}
+        return {"kind": self.kind, **numbers, **self._arguments()}
+
+    def _restore(self, state: Mapping[str, Any]) -> None:
+        """Take a state's fields, all checked before; its numbers go into the present tensors, which a CUDA graph may
+        hold.
+        """
+        made = type(self)(state["scale"], **{name: state[name] for name in self._arguments()})
+        for name in self._state.keys() - {"scale"}:
+            value = state[name]
+            if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < 2**31:
+                raise StateError(f"the checkpoint's {self.kind} loss scale has {name}={value!r}: it counts steps")
+            made._state[name].fill_(value)
+        for name, present in self._state.items():
+            present.copy_(made._state[name])
+        self.__dict__.update({**made.__dict__, "_state": self._state})
 
     def _arguments(self) -> dict[str, Any]:
-        names = ("growth_factor", "backoff_factor", "growth_interval")
-        return {**{name: getattr(self, name) for name in names}, **super()._arguments()}
+        """The constructor's arguments, except the initial scale."""
+        names = ("growth_factor", "backoff_factor", "growth_interval", "min_scale", "max_scale", "patience")
+        return {name: getattr(self, name) for name in names}
 
-    def _from_state(self: Self, state: Mapping[str, Any]) -> Self:
-        made = type(self)(state["scale"], **{name: state[name] for name in self._arguments()})
-        made._set_count(state, "good_steps")
-        return made
+    def __repr__(self) -> str:
+        arguments = {"init_scale": self._start, **self._arguments()}
+        return f"{type(self).__name__}({', '.join(f'{name}={value!r}' for name, value in arguments.items())})"
 
 
 class HysteresisScale(DynamicScale):
@@ -174,7 +151,7 @@ class HysteresisScale(DynamicScale):
             min_scale=min_scale, max_scale=max_scale, patience=patience,
         )  # fmt: skip
         self.hysteresis = check_count(hysteresis, "hysteresis", "the scale backs off at that many bad steps")
-        self._state["tolerated"] = torch.tensor(0, dtype=torch.int32, device="cpu")  # bad steps since it last grew
+        self._count("tolerated")  # bad steps since it last grew
 
     def after_step(self, found_inf: Tensor) -> None:
         """Back off after the bad step that is one too many, grow after enough good ones, stay within the bounds."""
@@ -193,14 +170,5 @@ class HysteresisScale(DynamicScale):
         good_steps.copy_(good * ~grows)
         tolerated.copy_(seen * ~grows)
 
-    def state_dict(self) -> dict[str, Any]:
-        """Every field as plain numbers; reads the scale from the device."""
-        return {**super().state_dict(), "tolerated": int(self._state["tolerated"])}
-
     def _arguments(self) -> dict[str, Any]:
         return {"hysteresis": self.hysteresis, **super()._arguments()}
-
-    def _from_state(self: Self, state: Mapping[str, Any]) -> Self:
-        made = super()._from_state(state)
-        made._set_count(state, "tolerated")
-        return made

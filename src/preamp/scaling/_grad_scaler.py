@@ -15,8 +15,9 @@ from torch.optim import Optimizer
 from ..errors import ScaleError
 from ..frameworks import framework_hooks, unwrap_imitation
 from ..kernels import chained, check_and_unscale_, read, reciprocal
+from ..ledger import gradients_of
 from ._checks import LARGEST_SCALE, PATIENCE, SMALLEST_SCALE, check_bounds, check_count, check_factors, check_scale
-from ._dynamic import HysteresisScale, Moving
+from ._dynamic import DynamicScale, HysteresisScale
 from ._skips import Run, Skips, first_nonfinite
 
 HISTORY = 1000
@@ -63,7 +64,7 @@ class GradScaler(torch.amp.GradScaler):
         min_scale: float | None = None,
         max_scale: float | None = None,
         patience: int | None = PATIENCE,
-        schedule: str | Moving = "backoff",
+        schedule: str | DynamicScale = "backoff",
     ) -> None:
         start, self._floor, self._ceiling = init_scale, SMALLEST_SCALE, LARGEST_SCALE
         if enabled:  # torch, too, takes anything where it does nothing
@@ -81,8 +82,8 @@ class GradScaler(torch.amp.GradScaler):
         self._updates, self._skips, self._run = 0, Skips(), Run(self._patience)
 
     def _scheduled(
-        self, schedule: str | Moving, start: float, min_scale: float | None, max_scale: float | None
-    ) -> Moving | None:
+        self, schedule: str | DynamicScale, start: float, min_scale: float | None, max_scale: float | None
+    ) -> DynamicScale | None:
         """The schedule in torch's place; None for torch's own."""
         if schedule in ("backoff", "dynamic"):
             return None
@@ -90,7 +91,7 @@ class GradScaler(torch.amp.GradScaler):
         if schedule == "hysteresis":
             factors = (self._growth_factor, self._backoff_factor, self._growth_interval)
             return HysteresisScale(start, *factors, **bounds)
-        if not isinstance(schedule, Moving):
+        if not isinstance(schedule, DynamicScale):
             raise ScaleError(f"schedule={schedule!r}: write 'backoff', 'hysteresis', or HysteresisScale(...)")
         self._init_scale = schedule.state_dict()["scale"]
         return schedule
@@ -119,7 +120,7 @@ class GradScaler(torch.amp.GradScaler):
             fused
             and state["stage"] is OptState.UNSCALED
             and not state["found_inf_per_device"]
-            and _gradients(optimizer)
+            and gradients_of(optimizer)
         ):
             raise AssertionError(
                 "No inf checks were recorded for this optimizer: it had no gradients when it was checked."
@@ -173,7 +174,7 @@ class GradScaler(torch.amp.GradScaler):
         self, optimizer: Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
     ) -> dict[torch.device, Tensor]:
         """As torch's, also for complex gradients, and for shards, whose ranks agree on the flag."""
-        gradients = _gradients(optimizer)
+        gradients = gradients_of(optimizer)
         if not allow_fp16 and any(gradient.dtype is torch.float16 for gradient in gradients):
             raise ValueError("Attempting to unscale FP16 gradients.")
         found = check_and_unscale_(gradients, inv_scale)
@@ -201,7 +202,7 @@ class GradScaler(torch.amp.GradScaler):
             self._count(found, used)
         self._seen.clear()
 
-    def _update_by_schedule(self, schedule: Moving, new_scale: Any, found: Tensor | None) -> Tensor:
+    def _update_by_schedule(self, schedule: DynamicScale, new_scale: Any, found: Tensor | None) -> Tensor:
         scale, _ = self._check_scale_growth_tracker("update")
         if new_scale is not None:
             raise ScaleError(f"update({new_scale!r}) under {schedule!r}, which chooses the scale: make another scaler")
@@ -213,14 +214,12 @@ class GradScaler(torch.amp.GradScaler):
         return scale
 
     def _found_in_any_optimizer(self) -> Tensor | None:
-        found = [
-            flag for state in self._per_optimizer_states.values() for flag in state["found_inf_per_device"].values()
-        ]
+        states = self._per_optimizer_states.values()
+        found = [flag for state in states for flag in state["found_inf_per_device"].values()]
         if not found:
             return None
         home = self._scale.device  # type: ignore[union-attr]  # optimizers of other devices may follow
-        flags = [flag.to(home, non_blocking=True) for flag in found]
-        flags = [flag.reshape(()) if flag.dim() else flag for flag in flags]
+        flags = [flag.to(home, non_blocking=True).reshape(()) for flag in found]
         return flags[0] if len(flags) == 1 else torch.stack(flags).amax()
 
     def _count(self, found: Tensor, used: Tensor | float) -> None:
@@ -277,10 +276,6 @@ class GradScaler(torch.amp.GradScaler):
 def _kept(scale: Tensor) -> Tensor | float:
     """The value of a tensor that is about to be changed in place; on a device a copy, without a host sync."""
     return float(scale) if scale.device.type == "cpu" else scale.clone()
-
-
-def _gradients(optimizer: Optimizer) -> list[Tensor]:
-    return [g for group in optimizer.param_groups for p in group["params"] if (g := p.grad) is not None]
 
 
 def _named(optimizers: Iterable[Optimizer]) -> Iterator[tuple[str, Any]]:

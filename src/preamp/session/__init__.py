@@ -1,8 +1,7 @@
 """A training run under a policy."""
 
 from ._memory import Memory, MemoryRow, memory_of
-from ._prepare import masters_for, prepare
-from ._prepared import sessions_of
+from ._prepare import masters_for, prepare, sessions_of
 from ._report import StepReport
 from ._scaler import SessionScaler
 from ._session import Session

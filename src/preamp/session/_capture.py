@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,47 +16,24 @@ from torch.optim import Optimizer
 
 from ..errors import PreampWarning, SessionError
 from ..kernels.triton.tables import ready_for_capture
-from ..ledger import Gradients, parameters_of
+from ..ledger import parameters_of
 from ..optim import FusedOptimizer
 from ..tree import map_tensors, tensors
-from ._losses import Losses
-from ._report import StepReport
-from ._step import OptimizerSteps, needs_host
+from ._step import needs_host
 
 _PLAIN = (bool, int, float, str, type(None), tuple)
 _NOTED = "initial_lr"
 """An entry that schedulers write into a group, and no step reads."""
 
 
-class _Session(Protocol):
-    """The part of a session that a captured step uses."""
-
-    device_type: str
-    _gradients: Gradients
-    _rates: Rates
-    _steps: OptimizerSteps
-    _losses: Losses
-    _attempts: int
-    last_step: StepReport | None
-
-    @property
-    def optimizers(self) -> dict[str, Optimizer]: ...
-    @property
-    def steps(self) -> int: ...
-    def _check_open(self) -> None: ...
-
-
 class CapturedStep:
     """A function of tensors that trains one step; made by `Session.capture`.
-
-    The first `warmup` calls run as written. The next one is captured. Later calls copy their arguments into the
-    captured tensors, launch the graph, and return copies of its results.
 
     A capture may load no kernels and read nothing from the device. So it only records what the call before it did,
     which ran as written: with the same hyper-parameters, the same states, and arguments of the same shapes.
     """
 
-    def __init__(self, session: _Session, function: Callable[..., Any], warmup: int) -> None:
+    def __init__(self, session: Any, function: Callable[..., Any], warmup: int) -> None:
         if isinstance(warmup, bool) or not isinstance(warmup, int) or warmup < 1:
             raise SessionError(f"warmup={warmup!r}: at least one call has to run before a capture, to make all states")
         self._session, self._function, self._warmup = session, function, warmup
@@ -65,7 +41,7 @@ class CapturedStep:
         self._inputs: tuple[Any, dict[str, Any]] = ((), {})
         self._outputs: Any = None
         self._steps = 0
-        self._hyper: _Hyper | None = None
+        self._hyper: list[dict[str, Any]] | None = None
         self._changes = 0
         self._ran: tuple[Any, ...] | None = None
         """The tensors of the last call, if it ran as written."""
@@ -121,16 +97,16 @@ class CapturedStep:
         optimizers = list(self._session.optimizers.values())
         if not any(_refuses(o, self._session._steps.skip) for o in optimizers):
             self._session._rates.become_tensors(optimizers, self._session._gradients.device)
-        now = _Hyper.of(optimizers)
-        before, self._hyper = self._hyper, now
-        if before is None or before.values == now.values:
+        before, self._hyper = self._hyper, _hyper_of(optimizers)
+        changed = "" if before is None else _changed(before, self._hyper)
+        if not changed:
             self._changes = 0
             return
         self.reset()
         self._changes += 1
         if self._changes == 3:
             warnings.warn(
-                f"session.capture(): {before.changed_in(now)} changed before each of the last three calls, so that no "
+                f"session.capture(): {changed} changed before each of the last three calls, so that no "
                 "graph was replayed. Only learning rates may change freely; a OneCycleLR leaves the others alone "
                 "with cycle_momentum=False",
                 PreampWarning,
@@ -192,32 +168,22 @@ class CapturedStep:
             mine.copy_(theirs, non_blocking=True)
 
 
-@dataclass(frozen=True, slots=True)
-class _Hyper:
-    """The hyper-parameters of all groups: numbers, which a graph freezes, and tensors, by identity."""
+def _hyper_of(optimizers: Iterable[Optimizer]) -> list[dict[str, Any]]:
+    """The hyper-parameters of all groups: numbers, which a graph freezes, and tensors."""
+    groups = (group.items() for optimizer in optimizers for group in optimizer.param_groups)
+    return [{k: v for k, v in own if isinstance(v, (*_PLAIN, Tensor)) and k != _NOTED} for own in groups]
 
-    values: list[dict[str, Any]]
-    kept: list[Tensor]
-    """The tensors, kept so that no new one gets the id of an old one."""
 
-    @classmethod
-    def of(cls, optimizers: Iterable[Optimizer]) -> _Hyper:
-        groups = [group for optimizer in optimizers for group in optimizer.param_groups]
-        values = [
-            {
-                name: id(value) if isinstance(value, Tensor) else value
-                for name, value in group.items()
-                if isinstance(value, (*_PLAIN, Tensor)) and name != _NOTED
-            }
-            for group in groups
-        ]
-        return cls(values, [value for group in groups for value in group.values() if isinstance(value, Tensor)])
+def _differ(old: Any, new: Any) -> bool:
+    """Whether a hyper-parameter is another one; a tensor may have another value."""
+    return old is not new if isinstance(old, Tensor) or isinstance(new, Tensor) else bool(old != new)
 
-    def changed_in(self, other: _Hyper) -> str:
-        """The names of the hyper-parameters that differ."""
-        pairs = zip(self.values, other.values, strict=False)
-        names = {key for old, new in pairs for key in old.keys() | new.keys() if old.get(key) != new.get(key)}
-        return ", ".join(sorted(names)) or "the list of groups"
+
+def _changed(before: list[dict[str, Any]], now: list[dict[str, Any]]) -> str:
+    """The names of the hyper-parameters that differ; "" if none does."""
+    pairs = zip(before, now, strict=False)
+    names = {key for old, new in pairs for key in old.keys() | new.keys() if _differ(old.get(key), new.get(key))}
+    return ", ".join(sorted(names)) or ("the list of groups" if len(before) != len(now) else "")
 
 
 def _refuses(optimizer: Optimizer, skip: str) -> bool:

@@ -4,20 +4,17 @@ from __future__ import annotations
 
 import copy
 import warnings
-import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from operator import attrgetter
 from typing import Any, NoReturn
 
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from ..errors import PreampError, PreampWarning, SessionError, StateError, kind_of
 from ..formats import LOW_DTYPES, name_of
-from ..frameworks import unwrap
+from ..frameworks import unwrap, unwrapped
 from ..ledger import Masters, wrappers_of
-from ..modules import unwrapped
 from ..optim import FusedOptimizer
 from ..sharding import gathered_as, is_sharded, sharded_parts
 from ._losses import Losses
@@ -59,7 +56,8 @@ def check_no_sync(models: Iterable[nn.Module]) -> None:
     """Check that the forward pass before `backward(sync=False)` ran without synchronisation."""
     for model in models:
         ddp = isinstance(model, nn.parallel.DistributedDataParallel) and model.require_backward_grad_sync
-        if ddp or any(_syncs(part) for part in sharded_parts(model)):
+        groups = [getattr(part._get_fsdp_state(), "_fsdp_param_group", None) for part in sharded_parts(model)]
+        if ddp or any(group is not None and group.reduce_grads for group in groups):
             raise SessionError(
                 f"backward(sync=False) on a {'DistributedDataParallel' if ddp else 'fully_shard-ed'} model whose "
                 "forward pass ran with synchronisation on: run forward and backward of the micro-batch inside "
@@ -77,33 +75,16 @@ def check_exchanged(models: Iterable[nn.Module]) -> None:
         )
 
 
-def _syncs(part: Any) -> bool:
-    group = getattr(part._get_fsdp_state(), "_fsdp_param_group", None)
-    return group is not None and bool(group.reduce_grads)
-
-
-def check_hooks(
-    models: Mapping[str, nn.Module], wrappers: Sequence[weakref.ref[DistributedDataParallel]] | None = None
-) -> Sequence[weakref.ref[DistributedDataParallel]]:
-    """Refuse PowerSGD over buckets of two dtypes, which wait for each other for ever, with torch's own models as well.
-
-    Returns the models' wrappers, the search for which takes long; give them the next time.
-    """
-    if wrappers is None:
-        wrappers = list(map(weakref.ref, wrappers_of({p for model in models.values() for p in model.parameters()})))
-    for known in wrappers:
-        wrapper: Any = known()
-        if wrapper is None:
-            continue
-        compresses = any(type(state).__name__ == "PowerSGDState" for _, state in wrapper._comm_hooks)
-        dtypes = {p.dtype for p in wrapper.parameters() if p.requires_grad} if compresses else ()
-        if len(dtypes) > 1:
-            raise SessionError(
-                "this DistributedDataParallel has torch's PowerSGD hook, and parameters of "
-                f"{' and '.join(sorted(map(name_of, dtypes)))}, whose buckets would wait for each other for ever: use "
-                "level='O1' or 'O4', or preamp.parallel.compress_hook in its place"
-            )
-    return wrappers
+def check_hooks(wrapper: Any) -> None:
+    """Refuse PowerSGD over buckets of two dtypes, which wait for each other for ever, without preamp as well."""
+    compresses = any(type(state).__name__ == "PowerSGDState" for _, state in wrapper._comm_hooks)
+    dtypes = {p.dtype for p in wrapper.parameters() if p.requires_grad} if compresses else ()
+    if len(dtypes) > 1:
+        raise SessionError(
+            "this DistributedDataParallel has torch's PowerSGD hook, and parameters of "
+            f"{' and '.join(sorted(map(name_of, dtypes)))}, whose buckets would wait for each other for ever: use "
+            "level='O1' or 'O4', or preamp.parallel.compress_hook in its place"
+        )
 
 
 def check_gathered_full(models: Iterable[nn.Module]) -> None:
@@ -172,11 +153,6 @@ def check_step_of_another(optimizer: Optimizer, masters: Masters, scaled: Collec
     )
 
 
-def is_marked(gradient: Tensor | None, mark: str) -> bool:
-    """Whether a gradient has a mark, and has not been changed since it got it."""
-    return gradient is not None and bool(getattr(gradient, mark, None) == gradient._version)
-
-
 def selected(optimizers: Mapping[str, Optimizer], optimizer: Any) -> list[Optimizer]:
     """All optimizers for None, else the one named, which must be the session's."""
     if optimizer is None:
@@ -206,8 +182,6 @@ def named_parameters(models: Mapping[str, nn.Module]) -> Iterator[tuple[str, nn.
 
 def warn_rounded(masters: Masters) -> None:
     """Warn, once, that masters were replaced by 16-bit values that were loaded."""
-    if masters.rounded is None:
-        return
     warnings.warn(
         f"{masters.rounded} and others were loaded from a state that has them in 16 bits, and their float32 masters "
         "with them: what was below that precision is lost. To go back to an earlier point (a range test of learning "
@@ -233,24 +207,16 @@ def check_state(state: Any, policy: str, losses: Losses) -> None:
     """
     if not isinstance(state, Mapping):
         raise StateError(f"a session's state is a dict, what state_dict() gave; this is {kind_of(state)}")
-    kinds = {"version": int, "policy": str}
-    odd = [name for name in state if not isinstance(state[name], kinds.get(name, object)) or not isinstance(name, str)]
-    if odd:
-        raise StateError(f"not a session's state: {odd[0]!r:.40} is {state[odd[0]]!r:.60}")
     _check_origin(state, policy)
     for name in ("steps", "skipped"):
         _check_count(state[name], name)
-    masters = state["masters"]
-    if not isinstance(masters, Mapping) or not all(isinstance(name, str) for name in masters):
-        raise StateError(f"the state's masters are to be a dict of tensors by name; they are {masters!r:.80}")
-    scales = state["losses"]
-    if not isinstance(scales, Mapping) or not all(
-        isinstance(name, str) and isinstance(fields, Mapping) for name, fields in scales.items()
-    ):
-        raise StateError(f"the state's losses are to be a dict of dicts by name; they are {scales!r:.80}")
-    losses.check(scales)
+    for part, kind, what in (("masters", object, "tensors"), ("losses", Mapping, "dicts")):
+        own = state[part]
+        if not isinstance(own, Mapping) or not all(isinstance(n, str) and isinstance(own[n], kind) for n in own):
+            raise StateError(f"the state's {part} are to be a dict of {what} by name; they are {own!r:.80}")
+    losses.check(state["losses"])
     for name in losses:
-        fields = dict(scales[name])
+        fields = dict(state["losses"][name])
         _check_count(fields.pop("skipped_in_a_row", None), f"skipped_in_a_row of the loss {name!r}")
         try:
             copy.deepcopy(losses[name]).load_state_dict(fields)
@@ -270,16 +236,17 @@ def _check_count(value: Any, name: str) -> None:
 def _check_origin(state: Mapping[str, Any], policy: str) -> None:
     """Check that a state is a session's, of this version, and made under the same policy."""
     if set(state) != _FIELDS:
+        seen = ", ".join(map(str, state)) or "nothing"
         of_scaler = {"loss_scaler0", "growth_factor", "loss_scaler"} & set(state)
         raise StateError(
             "this is the state of a scaler of torch.amp or Apex, and no session's: load the model and the optimizer as "
             "they are, and prepare with its scale, scale=preamp.DynamicScale(init_scale=...); O4 and O5 have none"
             if of_scaler
-            else f"not a session's state ({', '.join(sorted(_FIELDS))}) but {', '.join(sorted(state)) or 'nothing':.80}"
+            else f"not a session's state ({', '.join(sorted(_FIELDS))}) but {seen:.80}"
         )
-    if state["version"] != STATE_VERSION:
+    if not isinstance(state["version"], int) or state["version"] != STATE_VERSION:
         raise StateError(f"the state has version {state['version']!r}; this preamp reads version {STATE_VERSION}")
-    if state["policy"] != policy:
+    if not isinstance(state["policy"], str) or state["policy"] != policy:
         raise StateError(
             f"the state was made under the policy {state['policy']!r}, and this session has {policy!r}; "
             "prepare with that policy (prepare(..., policy=...)), or load only model and optimizer, without session="

@@ -78,8 +78,7 @@ class Losses(dict[str, LossScale]):
                 )
 
     def load_state_dict(self, state: Mapping[str, Mapping[str, Any]]) -> None:
-        """Restore what `state_dict` gave."""
-        self.check(state)
+        """Restore what `state_dict` gave, and `check` has seen."""
         for name, scale in self.items():
             fields = dict(state[name])
             run = int(fields.pop("skipped_in_a_row"))

@@ -14,10 +14,9 @@ from torch.optim import Optimizer
 
 from ..errors import PreampWarning, SessionError
 from ..kernels import multiply_, present_in
-from ..ledger import Gradients, Masters, parameters_of
+from ..ledger import Gradients, Masters, is_marked, mark, parameters_of
 from ..scaling import LossScale
 from ..sharding import agreed_largest
-from ._checks import is_marked
 from ._losses import Losses, PendingScales
 from ._others import OtherLeaves
 from ._regions import FullPrecision
@@ -105,9 +104,8 @@ class CallOrder:
 
     def came(self) -> None:
         """Note the versions of some gradients as a scaled backward pass has left them, in the first steps."""
-        for parameter in chain.from_iterable(self._seen.values()) if self._looks else ():
-            if parameter.grad is not None:
-                parameter.grad._preamp_came = parameter.grad._version  # type: ignore[attr-defined]
+        if self._looks:
+            mark([parameter.grad for parameter in chain.from_iterable(self._seen.values())], "_preamp_came")
 
     def _gradient_came(self, optimizer: Optimizer, parameter: Parameter) -> None:
         if self._scaled_by_hand or self._full.depth or parameter.grad is None:
@@ -120,7 +118,7 @@ class CallOrder:
                 "the loss scale, which these are not: they would vanish when they are unscaled. Write "
                 "session.backward(loss) for each loss, or session.unscale_() before it"
             )
-        parameter.grad._preamp_plain = parameter.grad._version  # type: ignore[attr-defined]
+        mark([parameter.grad], "_preamp_plain")
 
     # -- between backward and step
 
@@ -237,9 +235,7 @@ class CallOrder:
         for each in chosen:
             if not self._losses.scaled:
                 self._gradients.mark_stepped(each)
-            for parameter in self._seen.get(each, ()):
-                if parameter.grad is not None:
-                    parameter.grad._preamp_used = parameter.grad._version  # type: ignore[attr-defined]
+            mark([parameter.grad for parameter in self._seen.get(each, ())], "_preamp_used")
 
     def scaled_pass(self, loss: Tensor, scale: LossScale) -> None:
         """Prepare a scaled backward pass: gradients that a step has used, and unscaled, are scaled again.
@@ -248,11 +244,10 @@ class CallOrder:
         """
         self._others.find(loss)
         for each, some in () if self._losses.separate_scales else self._seen.items():
-            for parameter in some:
-                if parameter.grad is not None and is_marked(parameter.grad, "_preamp_used"):
-                    present = present_in([p for p in parameters_of(each) if p not in self._masters])[1]
-                    multiply_(present, scale.current(self._gradients.device))
-                    break
+            used = [p for p in some if p.grad is not None and is_marked(p.grad, "_preamp_used")]
+            if used:
+                present = present_in([p for p in parameters_of(each) if p not in self._masters])[1]
+                multiply_(present, scale.current(self._gradients.device))
 
     def _check_scaled_somewhere(self, ran: Sequence[str]) -> None:
         """Check before the first step that some stage has scaled its loss; a host sync."""
@@ -282,7 +277,8 @@ class BackwardPass:
     def __exit__(self, failed: type[BaseException] | None, *_: object) -> None:
         order = self._order
         order.ours -= 1
-        order._others.mark(self._before)
+        if self._before:
+            order._others.mark(self._before)
         if order._looks:
             order.came()
         if failed is not None and self._first:

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from ..autocast import nodes_behind
-from ..ledger import parameters_of
+from ..ledger import is_marked, mark, parameters_of
 from ..modules import Conversion
 
 _MARK, _UNSTEPPED = "_preamp_scaled", attrgetter("unstepped")
@@ -54,7 +54,7 @@ class OtherLeaves:
 
     def scaled(self) -> set[Tensor]:
         """Select leaves whose gradients are multiplied by the loss scale, and have not been changed since."""
-        return {leaf for leaf in self if getattr(leaf.grad, _MARK, None) == getattr(leaf.grad, "_version", -1)}
+        return {leaf for leaf in self if is_marked(leaf.grad, _MARK)}
 
     def gradients(self) -> list[tuple[Tensor, Tensor | None, int]]:
         """Each leaf with its gradient, and that one's version, before a scaled backward pass."""
@@ -62,6 +62,5 @@ class OtherLeaves:
 
     def mark(self, before: list[tuple[Tensor, Tensor | None, int]]) -> None:
         """Mark the gradients that a scaled backward pass has changed."""
-        for leaf, grad, version in before:
-            if leaf.grad is not None and (leaf.grad is not grad or getattr(grad, "_version", -1) != version):
-                setattr(leaf.grad, _MARK, leaf.grad._version)
+        changed = [p.grad for p, g, version in before if p.grad is not g or getattr(g, "_version", -1) != version]
+        mark(changed, _MARK)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import warnings
+import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.nn import Parameter
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import LBFGS, Optimizer
 from torch.optim.lr_scheduler import LRScheduler
@@ -16,15 +18,14 @@ from ..autocast import widened
 from ..eps import safe_eps
 from ..errors import PolicyError, PreampWarning, SessionError, kind_of
 from ..formats import LOW_DTYPES, name_of
-from ..frameworks import unwrap
+from ..frameworks import unwrap, unwrapped
 from ..ledger import KEPT, Masters, NoMasters, SplitMasters, parameters_of, rebuild_reducers, state_like_parameters
-from ..modules import Conversion, unwrapped
+from ..modules import Conversion
 from ..policy import Policy, auto_level, parse_policy
 from ..scaling import LOG, LossScale, loss_scale
 from ..sharding import flat_group, reshard
 from ._checks import named_parameters
 from ._losses import Losses, named_values
-from ._prepared import copies_of, remember
 from ._released import check_release
 from ._session import Session
 from ._step import SKIPS
@@ -324,3 +325,27 @@ def _warn_of_eps(optimizer: Optimizer, policy: Policy) -> None:
             PreampWarning,
             stacklevel=3,
         )
+
+
+# -- which sessions a model was prepared for
+
+_SESSIONS: weakref.WeakKeyDictionary[nn.Module, weakref.ref[Session]] = weakref.WeakKeyDictionary()
+"""The last session that each module was prepared for."""
+
+
+def remember(session: Session) -> None:
+    """Remember the models of a session."""
+    every = (module for model in session.models.values() for module in model.modules())
+    _SESSIONS.update(dict.fromkeys(every, weakref.ref(session)))
+
+
+def sessions_of(*models: nn.Module) -> list[Session]:
+    """The open sessions that models, or parts of them, were prepared for."""
+    found = dict.fromkeys(_SESSIONS[each]() for model in models for each in model.modules() if each in _SESSIONS)
+    return [session for session in found if session is not None and not session._closed]
+
+
+def copies_of(model: nn.Module) -> dict[Parameter, Tensor] | None:
+    """The float32 values of a model's weights, in new memory; None if it has no masters."""
+    known = next((each for each in sessions_of(model) if each.policy.masters), None)
+    return None if known is None else known._masters.copies(model.parameters())

@@ -7,6 +7,7 @@ import itertools
 import re
 import threading
 import warnings
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from operator import attrgetter
@@ -17,11 +18,11 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
-from ..autocast import MARKER, PRODUCTS, REGISTRY, VMAPPED, RegionNodes, autocast, decorated, nodes_behind
+from ..autocast import PRODUCTS, REGISTRY, VMAPPED, RegionNodes, autocast, decorated, nodes_behind
 from ..compiling import traced_by_callers, uncompiled
 from ..errors import PreampWarning
 from ..formats import LOW_DTYPES, name_of
-from ..ledger import Gradients, Masters, dtype_of_gradient, rebuild_reducers
+from ..ledger import Gradients, Masters, dtype_of_gradient, rebuild_reducers, wrappers_of
 from ..modules import Conversion, Exports
 from ..policy import Policy
 from ..sharding import sharded_parts
@@ -31,73 +32,12 @@ F = TypeVar("F", bound=Callable[..., Any])
 _LEARNING = attrgetter("learning")
 
 
-class OpenRegions:
-    """The regions of a session that are open now; closing the session leaves them.
-
-    Ctrl-C within a region's enter or exit would otherwise leave it open for good.
-    """
-
-    def __init__(self) -> None:
-        self._open: list[tuple[SessionRegion, int, tuple[Any, ...]]] = []
-        """Each with its thread, since torch keeps regions by thread, and with torch's state from before it."""
-
-    def add(self, region: SessionRegion) -> None:
-        """Note a region that is about to be entered."""
-        self._open.append((region, threading.get_ident(), autocast_state(region.device)))
-
-    def last(self, region: SessionRegion) -> Any:
-        """The last entry of a region, if it is open still."""
-        for entry in reversed(self._open):
-            if entry[0] is region:
-                return entry
-        return None
-
-    def remove(self, entry: Any) -> None:
-        """Forget a region that was left, and regions inside it that an interrupt has left open."""
-        inside = self._open[self._open.index(entry) + 1 :]
-        if inside and entry[1] in {each[1] for each in inside}:
-            self._restore(entry)
-        else:
-            self._open.remove(entry)
-
-    def leave(self) -> None:
-        """Leave the open regions of this thread."""
-        mine = next((entry for entry in self._open if entry[1] == threading.get_ident()), None)
-        if mine is not None:
-            self._restore(mine)
-
-    def _restore(self, outermost: Any) -> None:
-        region, thread, before = outermost
-        restore_autocast(region.device, before)
-        first = self._open.index(outermost)
-        self._open = [each for at, each in enumerate(self._open) if at < first or each[1] != thread]
-
-
-def autocast_state(device_type: str) -> tuple[Any, ...]:
-    """What regions are open in this thread, as far as torch knows."""
-    depth = torch.autocast_increment_nesting()
-    torch.autocast_decrement_nesting()
-    ours = torch.is_autocast_enabled(MARKER), torch.get_autocast_dtype(MARKER)
-    torchs = torch.is_autocast_enabled(device_type), torch.get_autocast_dtype(device_type)
-    return depth, torch.is_autocast_cache_enabled(), torchs, ours
-
-
-def restore_autocast(device_type: str, before: tuple[Any, ...]) -> None:
-    """Undo all that was entered since `autocast_state`."""
-    depth, cached, *dtypes = before
-    for _ in range(autocast_state(device_type)[0] - depth):
-        torch.autocast_decrement_nesting()
-    torch.set_autocast_cache_enabled(cached)
-    for kind, (enabled, dtype) in zip((device_type, MARKER), dtypes, strict=True):
-        torch.set_autocast_enabled(kind, enabled)
-        torch.set_autocast_dtype(kind, dtype)
-
-
 class SessionRegion(autocast):
     """A region whose rules end when the session is closed.
 
     `kept`: whether torch keeps casts of weights, each with a reference to its weight. `entering`: called as it begins,
-    but not in compiled code. `another`: makes a region like this one. `regions`: those of its session that are open.
+    but not in compiled code. `another`: makes a region like this one. `opened`: the outermost open region of the
+    session in each thread. Closing the session leaves it, for Ctrl-C within a region's enter or exit leaves it open.
     """
 
     _lingers = False
@@ -105,23 +45,28 @@ class SessionRegion(autocast):
     @traced_by_callers
     def __init__(
         self, device_type: str, dtype: torch.dtype | None, enabled: bool, kept: bool | None,
-        entering: Callable[[], None], another: Callable[[], SessionRegion], regions: OpenRegions,
+        entering: Callable[[], None], another: Callable[[], SessionRegion], opened: dict[int, SessionRegion],
     ) -> None:  # fmt: skip
         super().__init__(device_type, dtype, enabled, kept)
-        self._entering, self._another, self._regions = entering, another, regions
+        self._entering, self._another, self._opened = entering, another, opened
 
     @uncompiled
     def _enter(self, number: int) -> None:
         self._entering()
-        self._regions.add(self)
+        self._opened.setdefault(threading.get_ident(), self)
         super()._enter(number)
 
     @uncompiled
-    def _exit(self, exc_type: Any, exc_val: Any, exc_tb: Any) -> None:
-        entry = self._regions.last(self)
-        if entry is not None:  # else the session was closed inside
-            super()._exit(exc_type, exc_val, exc_tb)
-            self._regions.remove(entry)
+    def _exit(self) -> None:
+        outermost = self._opened.get(threading.get_ident())
+        if outermost is not None:  # else the session was closed inside
+            super()._exit()
+            if outermost is self and not self._outer:
+                del self._opened[threading.get_ident()]
+
+    def leave(self) -> None:
+        """Leave it in this thread, and all that was entered inside; nothing if it was left."""
+        self._unwind()
 
     def __call__(self, func: F) -> F:
         """`func` run inside such a region; each call enters a region of its own, so recursion and threads are safe."""
@@ -133,12 +78,14 @@ def held_kernels(policy: Policy, device_type: str) -> Callable[[], None]:
     if policy.has_regions:
         assert policy.ops is not None
         return functools.partial(REGISTRY.release, REGISTRY.hold(policy.ops, device_type))
-    low = policy.params in LOW_DTYPES
-    products, vmapped = PRODUCTS.hold() if low and device_type == "cpu" else None, VMAPPED.hold() if low else None
+    needed = [PRODUCTS, VMAPPED] if device_type == "cpu" else [VMAPPED]
+    holder = object()
+    for kernels in needed if policy.params in LOW_DTYPES else ():
+        kernels.hold(holder)
 
     def release() -> None:
-        PRODUCTS.release(products)
-        VMAPPED.release(vmapped)
+        for kernels in needed:
+            kernels.release(holder)
 
     return release
 
@@ -179,8 +126,8 @@ class FullPrecision:
     """Runs models with their masters and float32 buffers, without casts.
 
     Gradients are put aside meanwhile. New ones are dropped at the end, unless the session's own backward pass made
-    them: then they are added to those from before. Ctrl-C may come at any line of `enter` and `leave`; the next `leave`
-    undoes what was done until then.
+    them: then they are added to those from before. Ctrl-C may come at any line; the next `leave` undoes
+    what was done until then.
     """
 
     def __init__(self, models: Iterable[nn.Module], masters: Masters, conversions: Sequence[Conversion]) -> None:
@@ -206,20 +153,8 @@ class FullPrecision:
         self._counts = self._counts or self.depth > 0
         return self.depth > 0
 
-    def enter(self) -> None:
-        """Turn models to float32. `SessionError` if masters cannot be swapped in; call `leave` then."""
-        self._aside = {p: p.grad for model in self._models for p in model.parameters() if p.grad is not None}
-        self.begun, self.waiting = True, self.waiting and bool(self._aside)
-        self._exports = Exports()
-        self._masters.full()
-        for parameter in self._aside:
-            parameter.grad = None
-        for conversion in self._conversions:
-            conversion.bypass()
-            conversion.to_float()
-
     def leave(self) -> None:
-        """Undo `enter`, as far as it came."""
+        """Undo the beginning, as far as it came."""
         if not self.begun:
             return
         if self._exports is not None:
@@ -242,10 +177,19 @@ class FullPrecision:
         self._aside, self._inside, self._low = {}, {}, {}
 
     def __enter__(self) -> None:
+        """Turn models to float32; `SessionError` if masters cannot be swapped in."""
         self.depth += 1
         self._first_node = self._nodes.now()
         try:
-            self.enter()
+            self._aside = {p: p.grad for model in self._models for p in model.parameters() if p.grad is not None}
+            self.begun, self.waiting = True, self.waiting and bool(self._aside)
+            self._exports = Exports()
+            self._masters.full()
+            for parameter in self._aside:
+                parameter.grad = None
+            for conversion in self._conversions:
+                conversion.bypass()
+                conversion.to_float()
         except BaseException:
             self.__exit__()
             raise
@@ -268,14 +212,18 @@ class Joining:
     ) -> None:  # fmt: skip
         self._optimizers, self._models, self._conversions, self._gradients = optimizers, models, conversions, gradients
         self._seen = (0, 0)  # before the first region
-        self._wrappers: Any = None
+        self._wrappers: list[weakref.ref[Any]] | None = None  # looked for once, which takes long
         self.thread: int | None = None
         """That of the last backward pass."""
 
     def check(self) -> None:
         """Refuse such hooks."""
-        if self._wrappers is None or self._wrappers:
-            self._wrappers = check_hooks(self._models, self._wrappers)
+        if self._wrappers is None:
+            every = {p for model in self._models.values() for p in model.parameters()}
+            self._wrappers = list(map(weakref.ref, wrappers_of(every)))
+        for wrapper in self._wrappers:
+            if (alive := wrapper()) is not None:
+                check_hooks(alive)
 
     def __call__(self) -> None:
         self.check()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import cached_property
 from typing import Any
 
 from torch import Tensor
@@ -18,7 +19,8 @@ class StepReport:
     ...     schedule.step()
     """
 
-    __slots__ = ("_found", "_names", "_nonfinite", "_norm", "_parts", "_scale", "index")
+    _of_graph: StepReport | None = None
+    """The one whose tensors a CUDA graph writes."""
 
     def __init__(
         self, index: int, found: Tensor | bool, scale: Tensor | float, norm: Callable[[], Tensor] | float,
@@ -26,45 +28,39 @@ class StepReport:
     ) -> None:  # fmt: skip
         self.index = index
         """Which attempt at a step this was, counted from 0."""
-        self._found: Tensor | bool = found
-        self._scale: Tensor | float = scale
-        self._norm: Callable[[], Tensor] | float = norm
-        self._nonfinite: Tensor | tuple[str, ...] = nonfinite
-        self._names = names
-        self._parts = (found, scale, norm, nonfinite)
+        self._found, self._scale, self._norm, self._nonfinite, self._names = found, scale, norm, nonfinite, names
 
-    @property
+    @cached_property
     def skipped(self) -> bool:
         """Whether a gradient was not finite, so that at least one optimizer did not step."""
-        self._found = bool(self._found)
-        return self._found
+        return bool(self._found)
 
-    @property
+    @cached_property
     def scale(self) -> float:
         """The loss scale that the step's gradients had."""
-        self._scale = float(self._scale)
-        return self._scale
+        return float(self._scale)
 
-    @property
+    @cached_property
     def grad_norm(self) -> float:
         """L2 norm of the true gradients before clipping, over all the optimizers stepped; not finite if skipped."""
-        self._norm = float(self._norm() if callable(self._norm) else self._norm)
-        return self._norm
+        return float(self._norm() if callable(self._norm) else self._norm)
 
-    @property
+    @cached_property
     def nonfinite(self) -> tuple[str, ...]:
         """Paths of the parameters whose gradient was not finite; empty if the step was taken."""
-        if isinstance(self._nonfinite, Tensor):
-            flags = self._nonfinite.tolist()
-            self._nonfinite = tuple(n for n, bad in zip(self._names(), flags, strict=True) if bad) if any(flags) else ()
-        return self._nonfinite
+        if not isinstance(self._nonfinite, Tensor):
+            return self._nonfinite
+        flags = self._nonfinite.tolist()
+        return tuple(n for n, bad in zip(self._names(), flags, strict=True) if bad) if any(flags) else ()
 
     def after_replay(self, index: int) -> StepReport:
         """A report of the same step, run again by a CUDA graph that wrote new values into its tensors."""
-        parts = (part() if callable(part) else part for part in self._parts)
-        found, scale, norm, nonfinite = (part.clone() for part in parts)  # type: ignore[union-attr]
+        of_graph = self._of_graph or self
+        norm = of_graph._norm().clone()  # type: ignore[operator]
+        parts = (of_graph._found, of_graph._scale, of_graph._nonfinite)
+        found, scale, nonfinite = (part.clone() for part in parts)  # type: ignore[union-attr]
         report = StepReport(index, found, scale, lambda: norm, nonfinite, self._names)
-        report._parts = self._parts
+        report._of_graph = of_graph
         return report
 
     def __reduce__(self) -> tuple[Any, ...]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any, NoReturn
 
 import torch
@@ -11,6 +11,36 @@ from torch.optim import Optimizer
 
 from ..errors import SessionError, kind_of
 from ._session import Session
+
+
+def _of_schedule(name: str) -> Callable[[Any], Any]:
+    """A getter of what the session's schedule has under a name."""
+
+    def get(self: SessionScaler) -> Any:
+        """That of the session's schedule; `SessionError` if it has none."""
+        losses = self.session._losses.state_dict()
+        fields = next(iter(losses.values()))
+        if len(losses) > 1 or name not in fields:
+            seen = "losses with scales of their own" if len(losses) > 1 else f"a scale of kind {fields['kind']!r}"
+            raise SessionError(
+                f"{name} of a SessionScaler, whose session has {seen}: see session.state_dict()['losses']"
+            )
+        return fields[name]
+
+    return get
+
+
+def _refused(call: str) -> Callable[..., Any]:
+    """A method that is a `SessionError`."""
+
+    def refuse(self: SessionScaler, *_: Any) -> NoReturn:
+        """`SessionError`: the session's schedule has its factors."""
+        raise SessionError(
+            f"{call} on a SessionScaler, whose session chooses the scale: write prepare(..., scale="
+            "preamp.DynamicScale(init_scale, growth_factor, backoff_factor, growth_interval)), or another schedule"
+        )
+
+    return refuse
 
 
 class SessionScaler(torch.amp.GradScaler):
@@ -68,36 +98,16 @@ class SessionScaler(torch.amp.GradScaler):
     def update(self, new_scale: float | Tensor | None = None) -> None:
         """Nothing: `step` has updated the scale. `SessionError` for a `new_scale`."""
         if new_scale is not None:
-            self._refuse("update(new_scale)")
+            _refused("update(new_scale)")(self)
 
     def get_scale(self) -> float:
         """The present loss scale; a host sync."""
         return self.session.loss_scale()
 
-    def get_growth_factor(self) -> float:
-        """That of the session's schedule; `SessionError` if it has none."""
-        return float(self._of_schedule("growth_factor"))
-
-    def get_backoff_factor(self) -> float:
-        """That of the session's schedule; `SessionError` if it has none."""
-        return float(self._of_schedule("backoff_factor"))
-
-    def get_growth_interval(self) -> int:
-        """That of the session's schedule, in steps; `SessionError` if it has none."""
-        return int(self._of_schedule("growth_interval"))
-
-    def _get_growth_tracker(self) -> int:
-        return int(self._of_schedule("good_steps"))
-
-    def _of_schedule(self, name: str) -> Any:
-        losses = self.session._losses.state_dict()
-        fields = next(iter(losses.values()))
-        if len(losses) > 1 or name not in fields:
-            seen = "losses with scales of their own" if len(losses) > 1 else f"a scale of kind {fields['kind']!r}"
-            raise SessionError(
-                f"{name} of a SessionScaler, whose session has {seen}: see session.state_dict()['losses']"
-            )
-        return fields[name]
+    get_growth_factor = _of_schedule("growth_factor")
+    get_backoff_factor = _of_schedule("backoff_factor")
+    get_growth_interval = _of_schedule("growth_interval")
+    _get_growth_tracker = _of_schedule("good_steps")
 
     def state_dict(self) -> dict[str, Any]:
         """The session's state, masters included: with it a resumed run goes on bit for bit."""
@@ -107,23 +117,9 @@ class SessionScaler(torch.amp.GradScaler):
         """Restore what `state_dict` gave; `StateError`, with nothing changed, for the state of another scaler."""
         self.session.load_state_dict(state_dict)
 
-    def set_growth_factor(self, new_factor: float) -> None:
-        """`SessionError`: the session's schedule has its factors."""
-        self._refuse("set_growth_factor()")
-
-    def set_backoff_factor(self, new_factor: float) -> None:
-        """`SessionError`: the session's schedule has its factors."""
-        self._refuse("set_backoff_factor()")
-
-    def set_growth_interval(self, new_interval: int) -> None:
-        """`SessionError`: the session's schedule has its interval."""
-        self._refuse("set_growth_interval()")
-
-    def _refuse(self, call: str) -> NoReturn:
-        raise SessionError(
-            f"{call} on a SessionScaler, whose session chooses the scale: write prepare(..., scale="
-            "preamp.DynamicScale(init_scale, growth_factor, backoff_factor, growth_interval)), or another schedule"
-        )
+    set_growth_factor = _refused("set_growth_factor()")
+    set_backoff_factor = _refused("set_backoff_factor()")
+    set_growth_interval = _refused("set_growth_interval()")
 
     def __getstate__(self) -> NoReturn:
         raise SessionError("a SessionScaler belongs to its session: save state_dict(), and make a new one")

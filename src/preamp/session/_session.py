@@ -23,26 +23,12 @@ from ..optim import FusedOptimizer
 from ..policy import Policy
 from ..scaling import Skips, first_nonfinite
 from ..sharding import flat_group, is_sharded, sharded_parts
+from . import _checks as checks
 from ._capture import CapturedStep, Rates
-from ._checks import (
-    STATE_VERSION,
-    check_exchanged,
-    check_gathered_full,
-    check_loss,
-    check_no_sync,
-    check_not_cast,
-    check_sharded_late,
-    check_state,
-    named_parameters,
-    names_of,
-    not_unpacked,
-    selected,
-    warn_rounded,
-)
 from ._losses import Losses, PendingScales
 from ._memory import Memory, memory_of
 from ._order import BackwardPass, CallOrder
-from ._regions import FullPrecision, Joining, OpenRegions, SessionRegion, held_kernels, not_synchronised, warn_outside
+from ._regions import FullPrecision, Joining, SessionRegion, held_kernels, not_synchronised, warn_outside
 from ._released import Released
 from ._report import StepReport
 from ._step import OptimizerSteps
@@ -91,10 +77,11 @@ class Session:
         self._order = CallOrder(
             optimizers, self._gradients, masters, losses, self._pending, full, self._steps.others, group, self.is_stage
         )
-        self._regions, self._rates, self._closed, self._in_regions = OpenRegions(), Rates(), False, False
+        self._rates, self._closed, self._in_regions = Rates(), False, False
+        self._opened: dict[int, SessionRegion] = {}
         self._sharded = any(is_sharded(p) for model in models.values() for p in model.parameters())
         self._parts = [part for model in models.values() for part in sharded_parts(model)]
-        self._shards = list(named_parameters(models)) if self._sharded else None
+        self._shards = list(checks.named_parameters(models)) if self._sharded else None
         self._joining = Joining(own, self._models, self._conversions, self._gradients)
         self._released = Released([o for o in own if isinstance(o, FusedOptimizer)], full) if release else None
         self._gradients.carry(earlier or {})
@@ -117,7 +104,7 @@ class Session:
         again = functools.partial(Session.autocast, self, enabled)
         dtype = self.policy.compute if active else None
         kept = None if self.policy.params is torch.float32 else False  # of a master that is in place for a moment
-        return SessionRegion(self.device_type, dtype, active, kept, self._entering, again, self._regions)
+        return SessionRegion(self.device_type, dtype, active, kept, self._entering, again, self._opened)
 
     @uncompiled
     def _entering(self) -> None:
@@ -151,7 +138,7 @@ class Session:
             return
         self._reshard()
         if self._sharded and not values_only and self.policy.compute is not torch.float32:
-            check_gathered_full(self._models.values())
+            checks.check_gathered_full(self._models.values())
         self._gradients.rest()
         self._full.waiting = self._pending.running and not all(map(self._pending.has_stepped, self._steps.optimizers))
         with self._full, torch.autocast(self.device_type, enabled=False):
@@ -190,7 +177,7 @@ class Session:
         name = self._begin_backward(loss, name)
         if not sync:
             self._needs_gradients("backward(sync=False)")
-            check_no_sync(self._models.values())
+            checks.check_no_sync(self._models.values())
         if (given := kwargs.get("inputs")) is not None:
             inputs = [given] if isinstance(given, Tensor) else given
             kwargs["inputs"] = [each for one in inputs for each in self._masters.behind(one)]
@@ -210,13 +197,13 @@ class Session:
         """Check before a backward pass, and apply the loss scale's pending update; returns the loss's name."""
         self._check_open()
         self._joining.thread = threading.get_ident()
-        check_loss(loss)
+        checks.check_loss(loss)
         name = self._losses.named(name)
         if not self._in_regions and not self._full.depth:  # of the first loss only
             self._in_regions = True
             warn_outside(loss, self.policy, self._full)
         if self._full.depth and self.policy.params is not torch.float32:
-            check_exchanged(self._models.values())
+            checks.check_exchanged(self._models.values())
         if not self._full.counted():
             self._gradients.rest()
         for each in self._optimizers.values() if self._released is not None else ():
@@ -268,7 +255,7 @@ class Session:
         """
         self._needs_gradients("unscale_()")
         self._order.check_full("unscale_()")
-        for each in selected(self._optimizers, optimizer):
+        for each in checks.selected(self._optimizers, optimizer):
             self._steps.read(each)
             self._gradients.make_true(each)
 
@@ -288,7 +275,7 @@ class Session:
             The norm before, 0-d float32; not finite if the step will be skipped.
         """
         self._needs_gradients("clip_grad_norm_()")
-        chosen = selected(self._optimizers, optimizer)
+        chosen = checks.selected(self._optimizers, optimizer)
         self._order.check_clip("clip_grad_norm_", chosen, self._shares)
         for each in chosen:
             self._steps.read(each)
@@ -303,7 +290,7 @@ class Session:
             optimizer: Only its gradients; None for those of all.
         """
         self._needs_gradients("clip_grad_value_()")
-        chosen = selected(self._optimizers, optimizer)
+        chosen = checks.selected(self._optimizers, optimizer)
         self._order.check_clip("clip_grad_value_", chosen)
         self.unscale_(optimizer)
         for each in chosen:
@@ -333,7 +320,7 @@ class Session:
             ScaleCollapse: After too many skips in a row.
         """
         self._check_open()
-        chosen = selected(self._optimizers, optimizer)
+        chosen = checks.selected(self._optimizers, optimizer)
         if self._released:
             self._pending.all_ran()
         name = self._order.check_step(chosen, self._attempts)[0]
@@ -344,10 +331,12 @@ class Session:
             parameters, read, norm, host_skipped = take(chosen, self._check_stepping)
         finally:
             torch.clear_autocast_cache()  # of a region that is open still: casts of weights as they were
-            self._reshard()  # weights that an evaluation since backward has gathered are out of date
+            for part in self._parts:  # weights that an evaluation since backward has gathered are out of date
+                part.reshard()
         self._order.stepped(chosen)
-        warn_rounded(self._masters)
-        names = functools.partial(names_of, parameters, self._named)
+        if self._masters.rounded is not None:
+            checks.warn_rounded(self._masters)
+        names = functools.partial(checks.names_of, parameters, self._named)
         self.last_step = report = StepReport(self._attempts, read.found, scale, norm, read.nonfinite, names)
         self._losses.skips.count(self._attempts, read.found, host_skipped)
         self._attempts += 1
@@ -363,7 +352,7 @@ class Session:
         """Clear the gradients of all optimizers (and of the models' other parameters), or of one optimizer."""
         self._check_open()
         self._order.check_full("zero_grad()")
-        for each in selected(self._optimizers, optimizer):
+        for each in checks.selected(self._optimizers, optimizer):
             self._gradients.forget(each)
             self._pending.void(each)
             each.zero_grad(set_to_none)
@@ -437,7 +426,7 @@ class Session:
         self._settle(None)
         self._masters.rename(self._named())
         return {
-            "version": STATE_VERSION,
+            "version": checks.STATE_VERSION,
             "policy": str(self.policy),
             "losses": self._losses.state_dict(),
             "masters": self._masters.named(),
@@ -458,7 +447,7 @@ class Session:
             StateError: For another version, policy, set of losses or of masters; nothing has changed.
         """
         self._check_open()
-        check_state(state, str(self.policy), self._losses)
+        checks.check_state(state, str(self.policy), self._losses)
         for each in self._optimizers.values():
             self._gradients.forget(each)
         self._masters.load(state["masters"], self._named())
@@ -472,7 +461,8 @@ class Session:
         if self._closed:
             return
         self._closed = True
-        self._regions.leave()
+        if (region := self._opened.pop(threading.get_ident(), None)) is not None:
+            region.leave()
         torch.clear_autocast_cache()
         self._full.leave()
         self._order.close()
@@ -504,7 +494,7 @@ class Session:
                     each.zero_grad()
         return self._gradients.true_for_good(inverse)
 
-    __iter__ = not_unpacked
+    __iter__ = checks.not_unpacked
 
     def __enter__(self) -> Session:
         self._check_open()
@@ -531,7 +521,7 @@ class Session:
 
     def _named(self) -> Any:
         """Parameters with their paths; of a sharded model its first ones, as it has others while it is gathered."""
-        return named_parameters(self._models) if self._shards is None else self._shards
+        return checks.named_parameters(self._models) if self._shards is None else self._shards
 
     @uncompiled
     def _check_open(self) -> None:
@@ -541,7 +531,7 @@ class Session:
         if self._full.begun and not self._full.depth:
             self._full.leave()
         if not self._attempts and not self._sharded:
-            check_sharded_late(self._models.values())
+            checks.check_sharded_late(self._models.values())
 
     def _needs_gradients(self, call: str) -> None:
         self._check_open()
@@ -551,7 +541,7 @@ class Session:
     def _check_stepping(self, parameters: Sequence[nn.Parameter]) -> None:
         """Check the parameters that have gradients, before they are stepped."""
         if self.policy.params is torch.float32:
-            check_not_cast(parameters, self._named)
+            checks.check_not_cast(parameters, self._named)
         self._order.check_gradients(parameters)
 
     def _settle(self, name: str | None) -> None:

@@ -237,16 +237,13 @@ class _OpenSessions:
             self._handle = None
 
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        others = []
-        for known in self._open:
-            steps = known()
-            if steps is not None and optimizer in steps.optimizers:  # of one session: they share no parameters
+        every = [steps for known in self._open if (steps := known()) is not None]
+        for steps in every:
+            if optimizer in steps.optimizers:  # of one session: they share no parameters
                 steps.before_own_step(optimizer, args, kwargs)
                 return
-            others.append(steps)
-        for steps in others:
-            if steps is not None:
-                steps.before_step_of_another(optimizer)
+        for steps in every:
+            steps.before_step_of_another(optimizer)
 
     _before_step.changes_nothing = True  # type: ignore[attr-defined]
 

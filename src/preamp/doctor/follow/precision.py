@@ -12,8 +12,9 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from ...autocast import autocast
 from ...formats import LOW_DTYPES
+from ...frameworks import WRAPPERS
 from ..findings.events import ModuleCast, RegionMade, WeightsChanged
-from ..names import WRAPPERS, unwrapped
+from ..names import unwrapped
 from ..places import users_line
 from ..shadow.values import WIDE, has_shadow
 from .run import Run

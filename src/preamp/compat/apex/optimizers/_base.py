@@ -116,14 +116,6 @@ class ApexOptimizer(FusedOptimizer):
         """float32 for 16-bit parameters."""
         return torch.float32 if param.dtype in LOW_DTYPES else super().state_dtype(name, param)
 
-    def _has_wide_states(self, param: Parameter) -> bool:
-        return True
-
-    def _mend(self, param: Parameter, state: dict[str, Any]) -> None:
-        for name in self.kept:
-            if isinstance(state.get(name), Tensor):
-                state[name] = state[name].to(self.state_dtype(name, param))
-
     def _before_buckets(self, collected: Collected, factor: Tensor | None) -> None:
         """Count a step of each group; a count on the device leaves out steps that are skipped."""
         super()._before_buckets(collected, factor)
@@ -141,7 +133,7 @@ class ApexOptimizer(FusedOptimizer):
         """How many steps the kernel is told that were taken before; None for one that does not ask."""
         return step
 
-    def _advance(self, bucket: Bucket, gradients: list[Tensor], factor: Tensor | None, found: Tensor | None) -> None:
+    def _advance(self, bucket: Bucket, gradients: list[Tensor], **more: Any) -> None:
         group, storage, device = bucket.group, bucket.storage, bucket.storage.params[0].device
         if bucket.leaves is None and storage.params[0].dtype in LOW_DTYPES:
             storage = replace(storage, params=[param.float() for param in storage.params], copies=storage.params)
@@ -150,7 +142,7 @@ class ApexOptimizer(FusedOptimizer):
             storage = replace(storage, step=taken.reshape(()).to(device, torch.float32, copy=True))
         elif taken is not None:  # filled on the device, for which the host does not wait
             storage = replace(storage, step=torch.full((), taken, dtype=torch.float32, device=device))
-        super()._advance(replace(bucket, storage=storage), gradients, factor, found)  # type: ignore[safe-super]
+        super()._advance(replace(bucket, storage=storage), gradients, **more)
 
     # -- saving and loading
 

@@ -1,0 +1,78 @@
+"""Kernels that lie in torch's dispatcher as long as something holds them."""
+
+from __future__ import annotations
+
+import threading
+import warnings
+import weakref
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+
+class HeldKernels(ABC):
+    """Some kernels, with those who hold them; the last one to release them clears the dispatcher."""
+
+    def __init__(self) -> None:
+        self._holders: set[object] = set()
+        self._libraries: dict[str, torch.library.Library] = {}
+        self._lock = threading.RLock()
+
+    def hold(self, holder: object) -> None:
+        """Have the kernels in the dispatcher until `release(holder)`."""
+        with self._lock:
+            self._holders.add(holder)
+            self.install()
+
+    def release(self, holder: object) -> None:
+        """End a `hold()`; a second call does nothing."""
+        with self._lock:
+            self._holders.discard(holder)
+            if not self._holders:
+                self._clear()
+
+    def hold_while(self, thing: object, **options: Any) -> weakref.finalize[..., object]:
+        """A `hold()` that ends with `thing`, or when what is returned is called."""
+        holder = object()
+        self.hold(holder, **options)
+        end = weakref.finalize(thing, self.release, holder)
+        end.atexit = False
+        return end
+
+    @contextmanager
+    def away(self) -> Iterator[None]:
+        """Inside, the dispatcher has no such kernels, whoever holds them."""
+        with self._lock:
+            holders, self._holders = self._holders, set()
+            self._clear()
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._holders |= holders
+                self.install()
+
+    @abstractmethod
+    def install(self) -> None:
+        """Put kernels that are missing into the dispatcher, if somebody holds them."""
+
+    def _clear(self) -> None:
+        for library in self._libraries.values():
+            library._destroy()
+        self._libraries.clear()
+
+
+def library_of(
+    kernels: Iterable[tuple[str, Any]], key: str, *, namespace: str = "aten", with_keyset: bool = True
+) -> torch.library.Library:
+    """Put kernels, each with the name of its operator, into the dispatcher at a key, until the library is destroyed."""
+    library = torch.library.Library(namespace, "IMPL")
+    with warnings.catch_warnings():
+        # the dispatcher says that we replace a kernel, which is what we mean
+        warnings.filterwarnings("ignore", message="(?s).*Overriding a previously registered kernel")
+        for name, kernel in kernels:
+            library.impl(name, kernel, key, with_keyset=with_keyset)
+    return library
