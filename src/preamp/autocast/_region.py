@@ -127,7 +127,7 @@ def _restore(device_type: str, before: tuple[Any, ...]) -> None:
     depth, cached, *dtypes = before
     for _ in range(torch.autocast_increment_nesting() - depth):
         torch.autocast_decrement_nesting()
-    if depth == 0:
+    if depth <= 0:
         torch.clear_autocast_cache()
     torch.set_autocast_cache_enabled(cached)
     for kind, (enabled, dtype) in zip((device_type, MARKER), dtypes, strict=True):
