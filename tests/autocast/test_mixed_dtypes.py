@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 import preamp
 
+from ..releases import TORCH
 from ..rows import over
 
 FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
@@ -88,6 +89,8 @@ def check(seen: Tensor, wanted: Tensor, given: list[Tensor], exact: list[Tensor]
 @over(name=CALLS, backend=[None, "aot_eager"])
 def test_results_and_gradients(name: str, backend: str | None) -> None:
     function, shapes = CALLS[name]
+    if backend and name == "x[mask] = y" and TORCH < (2, 7):
+        pytest.skip("torch 2.6 traces no gradient of a write by mask, of any dtypes")
 
     def called(x: Tensor, *others: Tensor) -> Tensor:
         return function(x.clone(), *others)
