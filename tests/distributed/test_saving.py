@@ -333,5 +333,27 @@ def test_one_process_without_a_group_writes_at_once(tmp_path: Path) -> None:
         preamp.checkpoint.save_sharded_async(tmp_path / "file", model=model, optimizer=optimizer)
 
 
+@pytest.mark.parametrize("to", [torch.optim.AdamW, preamp.optim.AdamW])
+def test_a_file_of_an_older_torch_goes_on(tmp_path: Path, to: Any) -> None:
+    """torch 2.6 wrote groups of AdamW without `decoupled_weight_decay`; an option that is no flag is missed."""
+    model = nn.Linear(3, 2)
+    old = torch.optim.AdamW(model.parameters(), 0.1, weight_decay=0.5)
+    model(torch.randn(4, 3)).square().mean().backward()
+    old.step()
+    old.param_groups[0].pop("decoupled_weight_decay", None)
+    preamp.checkpoint.save_sharded(tmp_path / "old", model=model, optimizer=old)
+    moment = old.state[model.weight]["exp_avg"].clone()
+    new = to(model.parameters(), 0.2)
+    preamp.checkpoint.load_sharded(tmp_path / "old", model=model, optimizer=new)
+    assert torch.equal(new.state[model.weight]["exp_avg"], moment)
+    group = new.param_groups[0]
+    assert (group["lr"], group["weight_decay"]) == (0.1, 0.5)
+    assert group.get("decoupled_weight_decay", True) and "foreach" in group
+    new.step()
+    with pytest.raises(CheckpointError, match="momentum"):
+        sgd = torch.optim.SGD(model.parameters(), 0.1)
+        preamp.checkpoint.load_sharded(tmp_path / "old", model=model, optimizer=sgd)
+
+
 if __name__ == "__main__":
     tell(act)

@@ -37,6 +37,9 @@ LATEST = "latest"
 _GENERATION = re.compile(r"preamp-(\d{8,})")
 """The names of generations: only folders that are called so are ever deleted."""
 
+_FLAGS = ("foreach", "fused", "maximize", "capturable", "differentiable", "decoupled_weight_decay")
+"""Options of a group that torch's optimizers got in later releases: a file without them leaves them as they are."""
+
 _UNWRITTEN = "the checkpoint was not written, and the one before it is as it was"
 
 
@@ -166,12 +169,14 @@ def load_sharded(folder: AnyPath, model: nn.Module, *, optimizer: Optimizer, ses
     reader = Reader(source / str(latest["generation"]))
     with _torchs_own(refused):
         stored = on_all_ranks(reader.stored, refused)[0]
-    its = stored.get("optimizer", {}).get("state", {})
+    its, groups = (stored.get("optimizer", {}).get(name, {}) for name in ("state", "param_groups"))
     with states_for(model, optimizer, its):
         with in_float32(sessions_of(model)):
             states, steps = named_states(model, optimizer)
             parts: dict[str, Any] = {"model": map_tensors(Tensor.clone, states), BITS: {}, "optimizer": steps}
             named, own = names_in(optimizer, steps), dict(steps["state"])
+            given = [(group, groups.get(number, group)) for number, group in enumerate(steps["param_groups"])]
+            flags = [{f: group.pop(f) for f in _FLAGS if f in group and f not in there} for group, there in given]
             rows = {n: stored_as(own[n], p, its[n]) for p, n in named.items() if n in own and n in its}
             steps["state"].update(rows)
         for name, low in stored.get(BITS, {}).items():
@@ -181,6 +186,8 @@ def load_sharded(folder: AnyPath, model: nn.Module, *, optimizer: Optimizer, ses
         with _torchs_own(refused):
             load_parts(parts, storage_reader=reader, planner=Planner())
             joined(parts["model"], parts[BITS])
+            for group, left in zip(steps["param_groups"], flags, strict=True):
+                group.update(left)
             steps["state"].update({n: as_float32(row) for n, row in rows.items() if row is not own[n]})
         if session is not None:
             Beside(session, [model]).load_state_dict(latest["amp"])
