@@ -450,7 +450,7 @@ FINDINGS = {
     "PA108": "a schedule that moves on skipped steps",
     "PA109": "mixed precision asked for and not in effect",
     "PA110": "weights changed or cast inside a region",
-    "PA111": "float16 weights that nobody masters",
+    "PA111": "float16 weights without masters",
     "PA112": "an order that defeats the precision",
     "PA114": "values that count, in 16 bits",
     "PA115": "an operator that wants float32, fed by a 16-bit product",
