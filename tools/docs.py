@@ -74,12 +74,13 @@ def levels(root: Path) -> str:
 def which_level(root: Path) -> str:
     """Which level to begin with, the same on every page that says it."""
     rows = (
-        ("come from torch.amp, or begin", "`O4`; `O1` where there is only float16",
-         "nothing you must know: weights, checkpoints, averages and evaluation stay float32"),
+        ("come from torch.amp, or start afresh", "`O4`; `O1` where there is only float16",
+         "products run in 16 bits; weights, checkpoints, averages and evaluation stay float32"),
         ("need memory", "`O5`; `O2` where there is only float16",
          "weights have 16 bits and the optimizer steps float32 masters: save, average and evaluate inside "
          "`session.full_precision()`"),
-        ("do not care", "`auto`", "it takes O4, O1 or O0 by the device; `repr(session)` and the log say which and why"),
+        ("want preamp to choose", "`auto`",
+         "it takes O4, O1 or O0 by the device; `repr(session)` and the log say which and why"),
     )  # fmt: skip
     return Table("", ("you", "take", "what changes"), rows).to_markdown()
 

@@ -284,8 +284,8 @@ def cpu_story(root: Path) -> str:
         f"{span('float32', every)} times the speed of float32 and {span('torch.amp', every)} times that of torch.amp, "
         f"and keeps {span('kept', every)} of float32's bytes for backward ({about['cpu']}). On a CPU that has it, O4 "
         f"and O5 have {own('float32', low)} times the speed of float32 and {own('torch.amp', low)} times that of "
-        f"torch.amp, O1 and O2 {own('float32', half)} and {own('torch.amp', half)} times ({machine['cpu']} with AMX). "
-        f"Both with torch {about['torch']}."
+        f"torch.amp; for O1 and O2 that is {own('float32', half)} and {own('torch.amp', half)} times ({machine['cpu']} "
+        f"with AMX). Both with torch {about['torch']}."
     )
 
 
@@ -450,7 +450,7 @@ FINDINGS = {
     "PA108": "a schedule that moves on skipped steps",
     "PA109": "mixed precision asked for and not in effect",
     "PA110": "weights changed or cast inside a region",
-    "PA111": "float16 weights that nobody masters",
+    "PA111": "float16 weights without masters",
     "PA112": "an order that defeats the precision",
     "PA114": "values that count, in 16 bits",
     "PA115": "an operator that wants float32, fed by a 16-bit product",

@@ -50,7 +50,7 @@ def safe_eps(optimizer: Optimizer, policy: Policy, *, apply: bool = False) -> tu
     """Check the epsilon of every parameter group of an optimizer under a policy.
 
     The dtype that counts is that of the arithmetic: float32 where the policy has masters or float32 parameters, and
-    else that of the group's parameters, which is the dtype of its state. `fused=True` is no way out: it adds in
+    else that of the group's parameters, which is the dtype of its state. `fused=True` does not help: it adds in
     float32, but a second moment that vanished in float16 leaves the epsilon alone in the denominator.
 
     Args:

@@ -1,7 +1,7 @@
 """The exception tree.
 
     PreampError
-      PolicyError          (ValueError)   a policy, level, rule or override that cannot be meant
+      PolicyError          (ValueError)   a policy, level, rule or override that makes no sense
       ScaleError           (ValueError)   a loss scale or schedule outside its range
         ScaleCollapse                     too many skipped steps in a row: training cannot go on
       SessionError         (RuntimeError) a step, backward or state used out of order, or after close()
@@ -36,7 +36,7 @@ class ScaleError(PreampError, ValueError):
 
 
 class ScaleCollapse(ScaleError):
-    """So many steps in a row were skipped that the loss scale protects nothing any more.
+    """So many steps in a row were skipped that no loss scale helps any more.
 
     `name`: the loss; `scale`: where it stands; `skipped`: steps skipped in a row; `parameter`: the first
     parameter with a gradient that is not finite, by its path in the model, or None when none is found.
@@ -59,7 +59,7 @@ class StateError(PreampError, ValueError):
 
 
 class CheckpointError(PreampError, RuntimeError):
-    """A file that is damaged, or was not written by `preamp.checkpoint.save`."""
+    """A checkpoint that is damaged, was not written by preamp, or does not fit the objects."""
 
 
 class MissingExtra(PreampError, ImportError):

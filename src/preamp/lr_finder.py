@@ -68,7 +68,7 @@ def sweep(
     clip: float | None = None,
     on_step: Callable[[int], None] = lambda step: None,
 ) -> LrCurve:
-    """Train `steps` batches while the rate grows from `start_lr` to `end_lr`; restore everything.
+    """Train `steps` batches while the rate grows from `start_lr` to `end_lr`; then restore everything.
 
     Parameter groups keep the ratios of their rates.
 
@@ -81,7 +81,7 @@ def sweep(
         steps: How many rates to try, at least 4.
         smoothing: Weight of the past in the average of losses, in [0, 1).
         stop_factor: Stop once the smoothed loss exceeds the best by this factor, or is not finite.
-        clip: Gradient norm, as in the training to come.
+        clip: The norm to which gradients are clipped, as in training.
         on_step: Called after each step with its number.
 
     Raises:

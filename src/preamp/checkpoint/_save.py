@@ -22,8 +22,8 @@ def save(
     """Write a checkpoint, atomically: the file is complete, or it is the one that was there before.
 
     `model`, `optimizer`: one, or a list or mapping of several. `extra`: further states to keep, of tensors, numbers,
-    strings, lists and dicts, or objects with a `state_dict` (an LR scheduler). Parallel wrappers are saved as they are
-    named. A prepared model is saved as its masters: float32, or as bfloat16 weights and the bits that these lack. The
+    strings, lists and dicts, or objects with a `state_dict` (an LR scheduler). Parallel wrappers keep their names.
+    A prepared model is saved as its masters: float32, or as bfloat16 weights and the bits that these lack. The
     folder must exist. Returns when file and name are on the disk.
 
     Raises `CheckpointError` for content that could not be loaded and for the session of other models, and `OSError`,

@@ -55,7 +55,7 @@ def examine(
     The report's `findings` are PA101 to PA105, PA109, PA111, and PA201 or PA207 if the example's output has NaN or inf,
     most harmful first; a healthy model has no error and no warning. Nothing is changed: parameters, buffers, gradients,
     modes, random generators. Raises `SessionError` for something that is not a model, optimizer or example, or an
-    example that does not run, and `PolicyError` for a policy that cannot be meant.
+    example that does not run, and `PolicyError` for a policy that makes no sense.
 
     >>> report = examine(model, optimizer, "O2", example=(batch,))
     >>> report.findings

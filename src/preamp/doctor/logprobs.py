@@ -35,7 +35,7 @@ class Apart(Fields):
 
 @dataclass(frozen=True, slots=True)
 class LogprobComparison(Fields):
-    """Of the same tokens, natural logarithms. Means are over tokens whose numbers are finite on both sides."""
+    """How natural log-probabilities of the same tokens differ. Means are over tokens that are finite on both sides."""
 
     tokens: int
     sequences: int

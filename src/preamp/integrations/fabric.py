@@ -193,13 +193,13 @@ class PreampPrecision(Host, Precision):
     def state_dict(self) -> dict[str, Any]:
         """The session's state without masters, which are the model's weights in a checkpoint.
 
-        After `close` that of the session that was, as the optimizer's is still there.
+        After `close`, the state of the closed session.
         """
         self._begun()
         return super().state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore it; without a session there is nothing to restore."""
+        """Restore the session's state; without a session, do nothing."""
         self._begun()
         super().load_state_dict(state_dict)
 

@@ -32,7 +32,7 @@ class Adam(RoundedOptimizer):
             lost; states are float32 then.
         states: "8bit" keeps both moments of a parameter of 4096 elements or more in 8 bits, not with `amsgrad`; of
             DTensors only those whose rows are whole blocks of 256, so that any number of ranks can resume.
-        seed: Of all stochastic rounding, which it makes reproducible.
+        seed: The seed of all stochastic rounding, for reproducible runs.
 
     >>> optimizer = preamp.optim.Adam(model.parameters(), lr=1e-3, master="split")
     """

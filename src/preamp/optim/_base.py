@@ -66,7 +66,7 @@ class FusedOptimizer(Loading):
         """Parameters whose state has not seen a step; kept by classes that need it."""
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """As torch's. `OptimizerError` for options that no step can be made with."""
+        """As torch's. `OptimizerError` for options with which it cannot step."""
         super().add_param_group(param_group)
         try:
             self.check_options(self.param_groups[-1])

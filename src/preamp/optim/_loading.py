@@ -223,13 +223,13 @@ class Loading(Optimizer):
 
 
 def float32_states(state_dict: Mapping[str, Any]) -> dict[str, Any]:
-    """A state_dict of an optimizer with `states="8bit"` whose moments are float32, as any other Adam has them.
+    """Convert a state_dict of an optimizer with `states="8bit"`: its moments become float32, as in any other Adam.
 
     Args:
-        state_dict: Of any optimizer; what is not in 8 bits is as it was.
+        state_dict: Of any optimizer; what is not in 8 bits stays the same.
 
     Raises:
-        OptimizerError: For what is no optimizer's state_dict, and for codes and scales that do not fit each other.
+        OptimizerError: If it is not an optimizer's state_dict, or if codes and scales do not fit each other.
 
     >>> torch.optim.AdamW(params).load_state_dict(preamp.optim.float32_states(optimizer.state_dict()))
     """

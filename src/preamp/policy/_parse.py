@@ -18,7 +18,7 @@ from ._policy import LEVEL_BY_NAME, Policy, coerce, level_names
 
 
 def policy(description: str | Policy | Mapping[str, Any] | None = None, **changes: Any) -> Policy:
-    """The policy that a description stands for.
+    """Make a policy from a description.
 
     Fields that a description without a level leaves out follow from the others: `compute` from `params`; low params
     have float32 norms, output and masters; fp16 compute has a dynamic scale.
@@ -31,7 +31,7 @@ def policy(description: str | Policy | Mapping[str, Any] | None = None, **change
         **changes: Single fields on top.
 
     Raises:
-        PolicyError: For what cannot be meant.
+        PolicyError: For a description that makes no sense.
 
     >>> preamp.policy("O2,scale=512").masters
     True

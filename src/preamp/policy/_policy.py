@@ -101,7 +101,7 @@ class Policy:
         return self.compute in LOW_DTYPES and self.ops is not None
 
     def fsdp(self, *, full: bool = False) -> Any:
-        """The `MixedPrecisionPolicy` of torch's that means the same: `fully_shard(module, mp_policy=policy.fsdp())`.
+        """Return torch's `MixedPrecisionPolicy` for this policy: `fully_shard(module, mp_policy=policy.fsdp())`.
 
         The sharded parameters stay float32 and are the masters; they are gathered in `compute`, their gradients summed
         over the ranks in float32.

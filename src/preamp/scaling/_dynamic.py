@@ -123,8 +123,8 @@ class HysteresisScale(DynamicScale):
     """As `DynamicScale`, but it backs off only at the `hysteresis`-th bad step; the ones before are skipped too.
 
     For gradients that overflow now and then in a single batch, which no smaller scale would help. As in Megatron-LM
-    and DeepSpeed the bad steps need not follow each other: what is left of the tolerance lasts until the scale grows,
-    and then all of it is back. The other arguments are those of `DynamicScale`.
+    and DeepSpeed the bad steps need not follow each other: their count starts anew only when the scale grows. The other
+    arguments are those of `DynamicScale`.
 
     Args:
         hysteresis: How many bad steps it takes; 1 is `DynamicScale`, bit for bit.

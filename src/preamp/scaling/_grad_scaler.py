@@ -38,7 +38,7 @@ class GradScaler(torch.amp.GradScaler):
     * keeps the scale within bounds. torch's can reach a subnormal or 0, where it applies steps with infinite gradients;
     * shows by `skipped` whether the last `step` was skipped, for fused optimizers too (reading it is a host sync);
     * keeps the last updates in `history`;
-    * learns by another schedule if asked;
+    * can take another schedule;
     * raises `ScaleCollapse` when skips never end, naming the first parameter whose gradient is not finite.
 
     `init_scale`, the factors, `growth_interval`, the bounds and `patience` are those of `DynamicScale`.
@@ -233,14 +233,14 @@ class GradScaler(torch.amp.GradScaler):
         self._run.judge(run, "loss", lambda: float(used), lambda: first_nonfinite(seen), lambda _: advice)
 
     def state_dict(self) -> dict[str, Any]:
-        """As torch's; with another schedule also that one's state, under "schedule"."""
+        """As torch's, with the state of another schedule under "schedule"."""
         state = super().state_dict()
         return {**state, "schedule": self._schedule.state_dict()} if self._enabled and self._schedule else state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """As torch's; a scale outside the bounds is a `ScaleError` and changes nothing.
 
-        A state without "schedule", of torch's scaler or of another schedule, sets where this one goes on from.
+        A state of torch's scaler, or of another schedule, sets only the scale from which this one goes on.
         """
         if self._enabled and "scale" in state_dict:
             scale = check_scale(state_dict["scale"], "scale in the state_dict")

@@ -57,16 +57,16 @@ def prepare(
     Warns once when an epsilon would vanish (see `safe_eps`).
 
     Args:
-        model: float32, on its device; one, or a list or mapping of several, which share no trained modules.
+        model: A float32 model on its device, or a list or mapping of several that share no trained modules.
         optimizer: Any of `torch.optim` but LBFGS, made from the model's parameters; one, several, or None.
         level: "O0" to "O5", an alias, or "auto" (the default): what suits the device; `repr(session)` shows it.
         policy: In place of a level: a `Policy`, its string or its fields.
         losses: Names of the losses, each with a scale of its own.
         scale: In place of the policy's scale, for all losses or by name.
-        skip: Who decides on a step, for optimizers that take no flag. "host" reads the flag, one host sync a step.
+        skip: How to skip with optimizers that cannot skip by themselves. "host" reads the flag, one host sync a step.
             "device" steps always, and puts parameters and states back where gradients were not finite, which costs a
             copy of them. "auto" is "device" for capturable optimizers on an accelerator, else "host".
-        group: The process group whose ranks have other parameters in plain tensors (pipeline stages). They agree on
+        group: The process group whose ranks hold different parameters in plain tensors (pipeline stages). They agree on
             whether gradients are finite, and on their norm; gradients may come from the loss of another stage, which
             scales it. DTensors (FSDP2, tensor parallelism) need no group; under DistributedDataParallel gradients are
             the same anyway.
@@ -76,7 +76,7 @@ def prepare(
         **overrides: Single fields of the policy: `norms="fp16"`, `modules={"head": "full"}`.
 
     Raises:
-        PolicyError: For a policy that cannot be meant or does not fit the model; nothing has been changed.
+        PolicyError: For a policy that makes no sense or does not fit the model; nothing has been changed.
         SessionError: For objects that cannot be prepared; nothing has been changed.
 
     >>> session = preamp.prepare(model, optimizer, level="O4")

@@ -96,7 +96,7 @@ class SessionScaler(torch.amp.GradScaler):
         self.session.step(optimizer)
 
     def update(self, new_scale: float | Tensor | None = None) -> None:
-        """Nothing: `step` has updated the scale. `SessionError` for a `new_scale`."""
+        """Do nothing, because `step` has updated the scale. `SessionError` for a `new_scale`."""
         if new_scale is not None:
             _refused("update(new_scale)")(self)
 

@@ -148,7 +148,7 @@ class Session:
 
     @uncompiled
     def scale(self, loss: Tensor, name: str | None = None) -> Tensor:
-        """`loss` times its scale, where `backward` cannot be called: `session.scale(loss).backward()`.
+        """Multiply a loss by its scale, for code that calls backward itself: `session.scale(loss).backward()`.
 
         Args:
             loss: A 0-d floating tensor.
@@ -364,12 +364,12 @@ class Session:
                 clear_gradients(model, set_to_none)
 
     def capture(self, function: Callable[..., Any], *, warmup: int = 3) -> CapturedStep:
-        """`function`, a whole training step on tensors, as a CUDA graph: it pays off where kernels are short.
+        """Make a CUDA graph of `function`, a whole training step on tensors. It pays off where kernels are short.
 
         The first calls run as written, the next is captured, later ones replay it. One more call runs as written if the
         last one differed: it made states, or had other hyper-parameters. Arguments keep their shapes; learning rates
         are tensors until `close`, which schedulers write into. Any optimizer that does not need the host will do:
-        fused, capturable, of preamp.optim, or `skip="device"`. Warns and changes nothing elsewhere than on CUDA.
+        fused, capturable, of preamp.optim, or `skip="device"`. Without CUDA it warns and changes nothing.
 
         Args:
             function: Forward, backward, step and `zero_grad`; takes and returns tensors.
@@ -437,8 +437,8 @@ class Session:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore what `state_dict` gave; before or after the model's and the optimizer's own state.
 
-        Masters may have been kept in another form (`master=` of the optimizer); then load the model's state first. Also
-        if parameters are frozen now that had masters: they take the values of these.
+        Masters may have been kept in another form (`master=` of the optimizer); then load the model's state first. The
+        same holds if parameters are frozen now that had masters: they take their values.
 
         Args:
             state: A `state_dict` of a session with the same policy.

@@ -38,7 +38,7 @@ class Recipe:
 class Task(ABC):
     """One network on one data set.
 
-    Sizes are "ci" (seconds on a CPU) and "full" (minutes on a GPU). Whatever takes a size raises `ValueError`
+    Sizes are "ci" (seconds on a CPU) and "full" (minutes on a GPU). All methods raise `ValueError`
     for any other. Equal seeds give equal weights and equal batches, bit for bit, and no method draws from
     torch's global generator or leaves it changed.
     """

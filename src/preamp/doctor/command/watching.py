@@ -47,7 +47,7 @@ class Watching:
         return all_findings([self._kept], self._base)
 
     def report(self) -> Report:
-        """Everything seen so far: a verdict, findings, and the run over time. May be asked for at any moment."""
+        """Everything seen so far: a verdict, findings, and the run over time. It may be called at any moment."""
         return self._build()[0]
 
     def write(self, folder: str | Path) -> Path:
@@ -81,7 +81,7 @@ def watch(watched: Watchable, *, every: int = 50, replay: bool = True, sinks: Se
     """Watch the training of a session or of models, as `preamp doctor` watches a script.
 
     `watched`: a session, a model, or several (a mapping gives them names). `every`: magnitudes of activations, weights,
-    gradients and updates are counted in every so many-th step. `replay`: do a step that was not finite again, to find
+    gradients and updates are counted in one of `every` steps. `replay`: do a step that was not finite again, to find
     the operator that made it so. `sinks`: take every record as it is made: `JsonLines(path)`, or anything with
     `write(kind, facts)`.
 

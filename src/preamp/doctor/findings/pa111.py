@@ -1,4 +1,4 @@
-"""PA111: float16 weights that nobody masters."""
+"""PA111: float16 weights without masters."""
 
 from __future__ import annotations
 

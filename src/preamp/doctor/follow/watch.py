@@ -28,7 +28,7 @@ from .steps import Steps
 class Watch:
     """One process under observation. `start` begins, `end` takes everything back and writes the last record.
 
-    `every`: magnitudes are counted in every so many-th step; `steps`: the script is left after so many; `replay`: do a
+    `every`: magnitudes are counted in one of `every` steps; `steps`: the script is left after so many; `replay`: do a
     step that was not finite again; `names`: the models, where no others are meant.
     """
 
