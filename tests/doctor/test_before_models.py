@@ -22,12 +22,18 @@ class Tagger(nn.Module):
         super().__init__()
         self.embed, self.head = nn.Embedding(9000, 8), nn.Linear(8, 1)
         self.register_buffer("low", torch.tensor(-1e9))
+        self.register_buffer("decay", torch.full((4,), 1 - 2.0**-9))
 
     def forward(self, ids: Tensor) -> Tensor:
         return torch.as_tensor(self.head(self.embed(ids.long())))
 
 
-def found(step: Callable[[nn.Module, int], Tensor], steps: int = 3, dtype: torch.dtype | None = None) -> list[Finding]:
+def found(
+    step: Callable[[nn.Module, int], Tensor],
+    steps: int = 3,
+    dtype: torch.dtype | None = None,
+    codes: tuple[str, ...] = ("PA114", "PA201", "PA207"),
+) -> list[Finding]:
     """What is found in a few steps of this loss, errors first."""
     torch.manual_seed(0)
     model = Tagger()
@@ -39,7 +45,7 @@ def found(step: Callable[[nn.Module, int], Tensor], steps: int = 3, dtype: torch
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
-    return [one for one in seen.findings if one.code in ("PA114", "PA201", "PA207")]
+    return [one for one in seen.findings if one.code in codes]
 
 
 def line_of(function: Any, text: str) -> int:
@@ -93,6 +99,21 @@ def test_what_was_computed_before(shows: bool) -> None:
     (finding,) = found(step)
     assert (finding.code, finding.line) == ("PA201", line_of(step, "# here"))
     assert "sigma.float()**2" in str(finding.fix) and "# not tried" in str(finding.fix)
+
+
+@pytest.mark.parametrize("dtype", [BF16, None])
+def test_a_view_of_a_table_that_was_cast(dtype: torch.dtype | None) -> None:
+    """It has the shadow of the table, and a replay leaves it that."""
+
+    def step(model: nn.Module, number: int) -> Tensor:
+        out = torch.as_tensor(model(torch.arange(4)))
+        kept = torch.as_tensor(model.decay)[:, None] ** torch.arange(1000)  # here
+        return (out * kept).float().mean()
+
+    for one in (seen := found(step, dtype=dtype, codes=("PA104",))):
+        assert one.line == line_of(step, "# here")
+        assert isinstance(one.evidence, dict) and "none helps" in str(one.evidence["tried"])
+    assert bool(seen) == (dtype is BF16)
 
 
 @pytest.mark.parametrize("dtype", [BF16, None])

@@ -25,9 +25,10 @@ from .pasting import pasted
 EVERY_TIME = frozenset({"arc_margin", "normalize_of_zeros"})
 """The others take minutes together and run with `./dev test --all`."""
 WITH_FIX = (
-    "arc_margin", "entropy_of_half", "kl_of_half_logprobs", "linear_attention_overflow", "linear_biases_in_bf16",
-    "log1p_of_clamped", "minmax_of_equal_scores", "mish_by_hand", "mmd_of_expanded_distances", "normalize_of_zeros",
-    "rotary_in_bf16", "sampled_coordinates", "sinkhorn_by_hand", "ssim_in_region", "variance_squared_to_zero",
+    "arc_margin", "entropy_of_half", "gumbel_in_half", "hmm_forward", "kl_of_half_logprobs",
+    "linear_attention_overflow", "linear_biases_in_bf16", "log1p_of_clamped", "minmax_of_equal_scores", "mish_by_hand",
+    "mmd_of_expanded_distances", "normalize_of_zeros", "rotary_in_bf16", "sampled_coordinates", "sinkhorn_by_hand",
+    "squashed_action", "ssim_in_region", "variance_squared_to_zero",
 )  # fmt: skip
 
 

@@ -95,6 +95,8 @@ class Soundness:
         known = [fact for place, fact in plain.shadowed.broke if place.at == line_of_it]
         known += [fact for fact in plain.shadowed.facts if fact.place.at == line_of_it]
         known.sort(key=lambda fact: fact.code != "PA101")
+        if not known and plain.meant and line_of_it in plain.shadowed.grown:
+            known = [plain.shadowed.grown[line_of_it]]
         if not known:
             not_there = "float32 is not finite there either: no matter of precision"
             return Diagnosis(origin, run.step, tried="no line was found that leads there" if plain.meant else not_there)

@@ -37,8 +37,8 @@ class ModelCall:
     args: Any
     kwargs: Any
     random: Any
-    buffers: list[tuple[nn.Module, str, Tensor, Tensor]]
-    """Owner, name, the tensor and a copy of its numbers: a forward may change it or put another in its place."""
+    buffers: list[tuple[nn.Module, str, Tensor, Tensor, int]]
+    """Owner, name, the tensor, a copy of its numbers and its version: a forward may change it, or put another there."""
     autocast: tuple[tuple[str, bool, torch.dtype], ...]
     attributes: dict[nn.Module, dict[str, Any]]
     """Plain attributes of every part: a counter, a temperature, `training`."""
@@ -85,9 +85,10 @@ def call_again(call: ModelCall, args: Any, kwargs: Any) -> Any:
     """Call a model as it was called, with the random state, buffers and attributes of then."""
     set_random_state(call.random)
     with torch.no_grad():
-        for part, name, buffer, before in call.buffers:
+        for part, name, buffer, before, version in call.buffers:
             part._buffers[name] = buffer
-            buffer.copy_(before)
+            if buffer._version != version:  # else it has the shadow that it had
+                buffer.copy_(before)
     restore.put_back(call.attributes)
     with ExitStack() as stack:
         stack.enter_context(torch.enable_grad())

@@ -85,7 +85,7 @@ class Tape(Observer):
             self._refer(args),
             self._refer(kwargs),
             random_state(),
-            [(part, name, b, b.detach().clone()) for part, name, b in held],
+            [(part, name, b, b.detach().clone(), 0 if b.is_inference() else b._version) for part, name, b in held],
             tuple((kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in _REGIONS),
             {part: restore.attributes_of(part) for part in parts},
             users_line(),
@@ -290,13 +290,20 @@ class Tape(Observer):
             is_strided = isinstance(leaf, Ref) and len(leaf.key) > 1
             return look_up(leaf).to(leaf.key[-1]) if is_strided else look_up(leaf)
 
+        def as_given(leaf: Any) -> Any:
+            found = cast_again(leaf)
+            if remedy is not None and found is not look_up(leaf):  # the model's weights have this dtype
+                remedy.back[:] = [found.dtype]
+            return found
+
         for entry in self._entries[: last + 1]:
             if isinstance(entry, RandomState):
                 set_random_state(entry.state)
             elif isinstance(entry, KeptTensor):
                 env[entry.key] = entry.value.clone()
             elif isinstance(entry, ModelCall):
-                given = tree_map(look_up, entry.args), tree_map(look_up, entry.kwargs)
+                find = look_up if any(on for _, on, _ in entry.autocast) else as_given
+                given = tree_map(find, entry.args), tree_map(find, entry.kwargs)
                 with restore.unheard(), applied(remedy, places):
                     out = list(tensors(call_again(entry, *given)))
                 env.update({key: t for key, t in zip(entry.outputs, out, strict=False) if key is not None})

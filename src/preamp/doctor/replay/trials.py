@@ -20,6 +20,7 @@ from ..shadow.execution import Shadowed
 from ..shadow.facts import Fact
 from ..shadow.judge import OFF
 from ..shadow.remedies import Remedy, candidates
+from ..shadow.statements import statement_at
 from ..shadow.values import relative_error
 from .origin import Trails
 from .restore import put_back_leaves
@@ -130,9 +131,10 @@ class Trials:
         if line not in self.plain.places and all(place.at != line for place in self.plain.shadowed.errors):
             text = Remedy((line,)).text(self._device, self._tape.readings)
             why = "not tried: the line runs outside of what can be done again"
-            return f"{text}\n# {why}" if text is not None and ".float()" in text else None, why
+            rounded = fact.kind == "decided" and any(one and one.casts() for one in map(statement_at, fact.lines[1:]))
+            return f"{text}\n# {why}" if text is not None and ".float()" in text and not rounded else None, why
         constants = sorted(set(self.plain.shadowed.constants.get(line, ())))
-        lines = [line, *(each for each in fact.lines if each != line)]
+        lines = [line, *(each for each in fact.lines if each != line and self._can_write(each))][:4]
         best: tuple[float, str, str] | None = None
         tried = 0
         broken = [line, *sorted(p for p in self.plain.places if p != line and p[0] == line[0])]
@@ -154,6 +156,10 @@ class Trials:
         if best is None:
             return None, f"{tried} change{'s' * (tried > 1)} of this line and of those before it: none helps"
         return f"{best[1]}\n# tried: {best[2]}", best[2]
+
+    def _can_write(self, line: Line) -> bool:
+        remedies = Remedy((line,)), Remedy((line,), casts="dropped")
+        return any(one.text(self._device, self._tape.readings) is not None for one in remedies)
 
     def adds_up(self) -> tuple[Fact, str, str] | None:
         """Where the gradients are off and no operator is: the line that rids them of it, what to write, what happened.

@@ -51,6 +51,8 @@ _ADD_UP = frozenset({
     "convolution_backward", "native_layer_norm_backward", "native_batch_norm_backward", "_log_softmax_backward_data",
 })  # fmt: skip
 """Operators that add up terms of both signs: what is left may be of no weight beside them."""
+_LOGS = frozenset({"log", "log2", "log10", "log1p"})
+"""Operators for which the smallest entries count, of inputs that are right as a whole."""
 _ENLARGE = {"sqrt": 0, "rsqrt": 0, "reciprocal": 0, "log": 0, "log2": 0, "log10": 0, "div": 1}
 """Operators that make much of what is nearly nothing, and which argument that is."""
 
@@ -69,6 +71,8 @@ class Judge(Observer):
         """What made numbers that the script read, and that are not finite."""
         self.broke: list[tuple[Place, Fact]] = []
         """Where something not finite came of finite numbers, and the fact behind it."""
+        self.grown: dict[Line, Fact] = {}
+        """What is not finite, of inputs whose errors have grown little by little."""
         self.errors: dict[Place, tuple[float, str, str]] = {}
         """The largest relative error of what was computed in a place, by which operator, and in which dtype."""
         self.gradients_off = 0.0
@@ -123,6 +127,8 @@ class Judge(Observer):
         if not blamed or not self._float32_decides(call, exact):
             if not finite and cause is not None:
                 self.broke.append((call.place, cause))
+            elif not finite:
+                self.grown.setdefault(call.place.at, self._fact("not finite", call, out, error, off, read))
             return
         if finite and self._is_nearly_nothing(call, out, exact):
             if call.place.direction == "forward":
@@ -184,7 +190,7 @@ class Judge(Observer):
     def _lines_before(self, call: Call) -> tuple[Line, ...]:
         """The line of a call, and the lines that led to what it reads, the nearest first."""
         found, left, seen = [call.at], deque(key_of(t) for t in call.inputs), set[int]()
-        while left and len(found) < 4:
+        while left and len(found) < 8:
             key = left.popleft()
             line, read = self._trail.get(key, (call.at, ()))
             if key not in seen:
@@ -228,7 +234,7 @@ class Judge(Observer):
 
     def _is_off(self, call: Call, out: Tensor, exact: Tensor, read: list[Tensor]) -> bool:
         """Whether entries are off whose own inputs are right: of operators that compute each entry by itself."""
-        if torch.Tag.pointwise not in call.func.tags:
+        if torch.Tag.pointwise not in call.func.tags or (call.base in _LOGS and call.place.direction == "forward"):
             return True
         right = torch.ones_like(out, dtype=torch.bool)
         for tensor in read:

@@ -73,9 +73,11 @@ class Shadows:
         flat = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
         flat = flat.set_(tensor.untyped_storage(), 0, (_size(tensor),), (1,)).to(WIDE, copy=True)
         self._keep(tensor, flat)
-        made = flat.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
-        version, exact, _ = self._casts.get(tensor, (None, tensor, None))
-        return made.copy_(exact) if version is not None and version == tensor._version else made
+        whole = next((one for one in self._casts if key_of(one) == key_of(tensor)), tensor)  # this may be a view of it
+        version, exact, _ = self._casts.get(whole, (None, tensor, None))
+        if version is not None and version == whole._version:
+            flat.as_strided(whole.shape, whole.stride(), whole.storage_offset()).copy_(exact)
+        return flat.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
 
     def _keep(self, tensor: Tensor, flat: Tensor) -> None:
         if self._limit is None:
