@@ -206,6 +206,34 @@ def test_a_doctor_that_is_told_to_end_passes_it_on_and_reports(
     assert number.name in report["ended"] or (number == signal.SIGINT and "KeyboardInterrupt" in report["ended"])
 
 
+INDEX = """
+import torch
+from torch import nn
+torch.manual_seed(0)
+model = nn.Linear(16, 1000).bfloat16()
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for step in range(3):
+    ids = torch.arange(744, 1000)
+    packed = torch.cat([torch.randn(256, 16), ids[:, None].float()], 1).bfloat16()
+    loss = nn.functional.cross_entropy(model(packed[:, :-1]).float(), packed[:, -1].long())
+    loss.backward()
+    optimizer.step()
+"""
+
+
+def test_a_script_s_traceback_is_its_own_and_float32_is_not_blamed_for_an_index(tmp_path: Path) -> None:
+    """The index comes from 16 bits before the model runs: the step done again in float32 gets the same one."""
+    (tmp_path / "train.py").write_text(INDEX)
+    ran, report = _run(tmp_path / "train.py")
+    assert ran.returncode == 1
+    trace, _, told = ran.stderr.partition("IndexError")
+    files = re.findall(r'File "(.*?)"', trace)
+    assert files[0].endswith("train.py") and files[-1].endswith("functional.py")
+    assert not any("/doctor/" in each or each.endswith(("_compile.py", "eval_frame.py", "_ops.py")) for each in files)
+    assert [one["code"] for one in report["findings"] if one["severity"] == "error"] == ["PA114"]
+    assert "float32 the script ends" not in told and ".." not in report["ended"]
+
+
 @pytest.mark.slow
 def test_a_folder_that_cannot_be_written_is_told_before_the_script_runs(tmp_path: Path) -> None:
     script = _script(tmp_path)

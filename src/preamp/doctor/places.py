@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
-from types import CodeType, FrameType
+from types import CodeType, FrameType, TracebackType
 from typing import Any, Literal, cast
 
 import torch
@@ -38,6 +38,8 @@ _GENERATED = (
     "<torch_package", "<lambdifygenerated", "<makefun", "<boltons",
 )  # fmt: skip
 """Of dataclasses and namedtuples, importlib, attrs, decorator, numpy, torch.fx, ..."""
+_CALLS_A_MODE = tuple(_TORCH + name for name in ("_compile.py", "_dynamo/eval_frame.py", "_ops.py"))
+"""Files by which torch calls a dispatch mode, and by which that calls an operator."""
 _CHECKPOINT = _TORCH + "utils/checkpoint.py"
 _FUNCTION = _TORCH + "autograd/function.py"
 _ENGINE = "_engine_run_backward"
@@ -123,6 +125,25 @@ def raised_at(error: BaseException, trace: Any = None) -> Line:
     frames = traceback.extract_tb(trace or error.__traceback__)
     own = [(one.filename, one.lineno) for one in frames if is_users(one.filename) and not in_library(one.filename)]
     return own[-1] if own else users_line()
+
+
+def without_ours(error: BaseException) -> None:
+    """Take the frames by which the doctor wraps functions and sees operators out of the tracebacks of an error."""
+    seen: list[BaseException] = []
+    left: BaseException | None = error
+    while left is not None and left not in seen:
+        seen.append(left)
+        trace, frames = left.__traceback__, list[TracebackType]()
+        while trace is not None:
+            frames.append(trace)
+            trace = trace.tb_next
+        files = [one.tb_frame.f_code.co_filename for one in frames]
+        dropped = _CALLS_A_MODE if _DOCTOR + "operators.py" in files else ()
+        for one, file in reversed([*zip(frames, files, strict=True)]):
+            if not file.startswith(_DOCTOR) and file not in dropped:
+                trace = TracebackType(trace, one.tb_frame, one.tb_lasti, one.tb_lineno)
+        left.__traceback__ = trace
+        left = left.__cause__ or left.__context__
 
 
 @cache

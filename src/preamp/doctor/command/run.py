@@ -225,6 +225,6 @@ def _ended(status: int, limited: bool, raised: Mapping[str, str] | None, ended_b
         return f"killed by {signal.Signals(-status).name}"
     if raised is not None and status:
         text = str(raised["text"]).splitlines()[0][:200] if raised["text"] else ""
-        return f"ended by {raised['type']}: {text}".rstrip(": ")
+        return f"ended by {raised['type']}: {text}".rstrip(": .")
     how = "ran to its end" if status == 0 else f"ended with status {status}"
     return how if ended_by is None else f"{how} after {ended_by}"

@@ -59,6 +59,8 @@ class Inspection:
         """Whether this step is to be replayed for observation, and the last turn that was."""
         self.ran_low = False
         """Whether matrix products in 16 bits were seen."""
+        self.decided = False
+        """Whether 16 bits were seen to decide an index or a mask otherwise."""
 
     def open(self, turn: int, module: nn.Module | None) -> None:
         """A model is about to run, in this turn of its optimizer; its call has begun already."""
@@ -252,6 +254,7 @@ class Inspection:
         """End the inspection, and record what there is."""
         self.evaluation.end()
         if (before := self._run.stop_waiting()) is not None:
+            self.decided |= any(one.kind == "decided" for one in before.facts)
             self._run.tell(before.facts, None, in_session=False)
         self._judge()
         self._close_changes()
@@ -295,6 +298,7 @@ class Inspection:
         if adds_up and trials is not None and (found := trials.adds_up()) is not None:
             run.emit(Deviated(*found))
         self.ran_low |= bool(seen.products.low)
+        self.decided |= any(one.kind == "decided" for one in facts)
         run.emit(Observed(seen.products, seen.modules, seen.handled, scales.scale or 1.0, [*self._prepared()]))
         parameters = seen.parameters or dtypes_of(run.names)
         run.recorder.write("audit", step=run.step, **audit(seen.products, parameters))

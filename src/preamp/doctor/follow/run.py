@@ -21,7 +21,7 @@ from ..findings.events import Deviated, Raised
 from ..hooks import Clock, Patches
 from ..names import Names
 from ..operators import Stream
-from ..places import Places, raised_at
+from ..places import Places, raised_at, without_ours
 from ..records import NOWHERE, Line, Recorder, shown_path
 from ..replay.tape import Tape
 from ..replay.trials import Trials
@@ -158,6 +158,7 @@ class Run:
                 name = getattr(kind, "__name__", str(kind))
                 self.recorder.write("raised", type=name, text=str(error)[:2000])
                 self.raised(error, trace)
+                without_ours(error)
         original(kind, error, trace)
 
     def _failed(self, error: Exception) -> None:

@@ -121,8 +121,11 @@ class Soundness:
         file, line = place.pop("at")
         self._run.recorder.write("overflow", step=self._run.step, scale=scale, file=file, line=line, **place)
 
-    def died(self, ran_low: bool) -> None:
-        """The script has ended by an error of its own: do the step that was going on again, and in float32."""
+    def died(self, ran_low: bool, decided: bool) -> None:
+        """The script has ended by an error of its own: do the step that was going on again, and in float32.
+
+        `decided`: 16 bits have decided an index, which a replay is given as it was: an error there says nothing.
+        """
         run = self._run
         if not self._replay or not ran_low or run.names.is_sharded or run.tape.is_empty:
             return
@@ -130,7 +133,9 @@ class Soundness:
         if trials.plain is None or not trials.plain.raised:
             return
         run.tell(trials.plain.shadowed.facts, trials, bool(self._scales.sessions))
-        run.recorder.write("in_float32", raises=trials.again(Remedy(everything=True)).raised)
+        raises = trials.again(Remedy(everything=True)).raised
+        if not (raises and decided):
+            run.recorder.write("in_float32", raises=raises)
 
     def before_step(self) -> None:
         """The step is about to be tried."""

@@ -222,7 +222,7 @@ class Watch:
         if self.run.is_own and isinstance(error, Exception):
             with self.run.clock:
                 self._inspection.close()
-                self._soundness.died(self._inspection.ran_low)
+                self._soundness.died(self._inspection.ran_low, self._inspection.decided)
         self.run.uncaught(original, kind, error, trace)
 
     # -- optimizers
