@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import re
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from torch import nn
 from torch.nn import Parameter
 
 from preamp.errors import OptimizerError
-from preamp.optim import Adam, AdamW
+from preamp.optim import SGD, Adam, AdamW, Lion, Muon
 from preamp.optim._eight_bit import NAMES
 
 from .gradients import give, run
@@ -65,6 +66,13 @@ def bytes_a_parameter(dtype: torch.dtype, kind: Any = AdamW, **arguments: Any) -
     optimizer.step()
     held = [param, param.grad, *(t for name, t in optimizer.state[param].items() if name != "step")]
     return sum(t.numel() * t.element_size() for t in held) / param.numel()
+
+
+@pytest.mark.parametrize(("kind", "moments"), [(Lion, 4), (Muon, 4), (partial(SGD, momentum=0.9), 4)])
+@pytest.mark.parametrize(("master", "size"), [("float32", 4), ("split", 2), ("split24", 1), (None, 0)])
+def test_bytes_a_parameter_of_the_other_optimizers(kind: Any, moments: int, master: str | None, size: int) -> None:
+    rounding = "nearest" if master else "stochastic"
+    assert bytes_a_parameter(BF16, kind, master=master, rounding=rounding) == 2 + 2 + moments + size
 
 
 def test_the_table_of_the_page_is_counted() -> None:

@@ -1,4 +1,4 @@
-"""bfloat16 weights with split masters, and without masters: stochastic rounding."""
+"""bfloat16 weights with split masters in a session, beside float32 masters."""
 
 from __future__ import annotations
 
@@ -6,15 +6,11 @@ import copy
 
 import pytest
 import torch
-from torch.nn import Parameter
 
 import preamp
-from preamp.errors import OptimizerError, PolicyError
-from preamp.optim import Adagrad, Adam, AdamW
+from preamp.optim import AdamW
 
 from ..session.toys import loss_of, masters_in, mlp, same, weights
-
-BF16 = torch.bfloat16
 
 
 def train(session: preamp.Session, model: torch.nn.Module, steps: range) -> list[float]:
@@ -50,33 +46,3 @@ def test_a_session_with_split_masters() -> None:
         assert losses[2 * one] == pytest.approx(losses[2 * other], rel=1e-2)
         for a, b in zip(finals[one], finals[other], strict=True):
             assert torch.allclose(a, b, atol=2e-2)
-
-
-def test_misuse() -> None:
-    with pytest.raises(OptimizerError, match="Adagrad with master='split'"):
-        Adagrad([Parameter(torch.ones(2))], master="split")
-    with pytest.raises(OptimizerError, match="master=None"):
-        Adam([Parameter(torch.ones(2))], rounding="stochastic")
-    half = Parameter(torch.ones(2, dtype=torch.float16))
-    half.grad = torch.ones_like(half)
-    with pytest.raises(OptimizerError, match="float16"):
-        Adam([half], master="split").step()
-    model = mlp()
-    before = weights(model)
-    with pytest.raises(PolicyError, match="level='O5'"):
-        preamp.prepare(model, Adam(model.parameters(), master="split"), level="O2")
-    assert same(weights(model), before)
-
-
-@pytest.mark.parametrize("level", ["O2", "O5"])
-def test_masters_do_not_take_the_place_of_stochastic_rounding(level: str) -> None:
-    """Nobody would notice that the rounding is not used, but for the memory."""
-    model = mlp()
-    optimizer = AdamW(model.parameters(), master=None, rounding="stochastic")
-    with pytest.raises(PolicyError, match="O5,masters=no"):
-        preamp.prepare(model, optimizer, level=level)
-    assert all(p.dtype is torch.float32 for p in model.parameters())
-    with preamp.prepare(model, optimizer, policy="O5,masters=no") as session:
-        session.backward(loss_of(model, 0))
-        session.step()
-        assert not session.state_dict()["masters"] and not [s for s in optimizer.state.values() if "master" in s]
