@@ -26,7 +26,7 @@ class Patches:
 
         @functools.wraps(original)
         def replaced(*args: Any, **kwargs: Any) -> Any:
-            if torch.compiler.is_compiling():  # compiled code must not contain our calls
+            if is_traced():  # what is made of it must not contain our calls
                 return original(*args, **kwargs)
             return around(original, *args, **kwargs)
 
@@ -50,6 +50,11 @@ class Patches:
         """Take everything back."""
         while self._undo:
             self._undo.pop()()
+
+
+def is_traced() -> bool:
+    """Whether what runs is made into a program: by the compiler, by export, by `torch.jit.trace`."""
+    return torch.compiler.is_compiling() or torch.jit.is_tracing()
 
 
 def subclasses(kind: type) -> list[type]:

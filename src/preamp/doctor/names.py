@@ -10,6 +10,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
@@ -102,6 +103,8 @@ class Names:
         A part without weights counts, too: a framework may call the parts of a model whose own forward never runs, and
         what a norm made not finite is not to be taken for data that came in so.
         """
+        if isinstance(module, torch.jit.ScriptModule):  # which takes no hook
+            return False
         if self._fixed is not None:
             return any(unwrapped(module) is unwrapped(one) for one in self._fixed.values())
         return is_trainable(module) or module in self._paths
@@ -116,6 +119,7 @@ class Names:
         if self._fixed is not None:
             self._take(dict(self._fixed))
             return
+        gc.collect()  # a wrapper that was thrown away would be taken for the model
         kinds = set(subclasses(nn.Module))  # asking each object whether it is a module takes three times as long
         modules = [one for one in gc.get_objects() if type(one) in kinds and "_modules" in one.__dict__]
         parts = {id(child) for one in modules for child in one._modules.values() if child is not None}

@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatc
 from ..formats import LOW_DTYPES
 from ..report import Finding
 from ..tree import PLAIN, tensors
-from .hooks import Clock
+from .hooks import Clock, is_traced
 from .places import Place, Places, written_by
 from .records import Line
 
@@ -131,8 +131,11 @@ class Stream(TorchDispatchMode):
         self._make_places, self._clock = places, clock
         self._places: Places | None = None
         self._observers: list[Observer] = []
-        self._threads: set[int] = set()
-        """Those in which the mode is there: each has modes of its own."""
+        self._threads: dict[int, bool] = {}
+        """Those in which the mode is there, each of which has modes of its own; and whether it came in inference mode.
+
+        What came before inference mode stays in it: on leaving that, torch calls the modes that there were before.
+        """
         self._is_given_up = False
         self.is_paused = False
         """Whether what runs now is a library's own business."""
@@ -148,7 +151,7 @@ class Stream(TorchDispatchMode):
                 self._places.enter(inside)
         self._observers += new
         if threading.get_ident() not in self._threads:
-            self._threads.add(threading.get_ident())
+            self._threads[threading.get_ident()] = torch.is_inference_mode_enabled()
             self.__enter__()
 
     def remove(self, *observers: Observer) -> None:
@@ -166,8 +169,11 @@ class Stream(TorchDispatchMode):
 
     def leave(self) -> None:
         """Take the mode away where nobody observes, unless another one lies above it: Python's stack forbids that."""
-        if not self._observers and threading.get_ident() in self._threads and _get_current_dispatch_mode() is self:
-            self._threads.remove(threading.get_ident())
+        thread = threading.get_ident()
+        if self._observers or thread not in self._threads or _get_current_dispatch_mode() is not self:
+            return
+        if self._threads[thread] or not torch.is_inference_mode_enabled():
+            del self._threads[thread]
             self.__exit__(None, None, None)
 
     @property
@@ -195,7 +201,7 @@ class Stream(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if self.is_paused or not any(one.wants(func, args, kwargs) for one in self._observers):
+        if self.is_paused or is_traced() or not any(one.wants(func, args, kwargs) for one in self._observers):
             return func(*args, **kwargs)
         call = None
         with self._clock:

@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from ...formats import name_of
 from ...tree import tensors
 from ..exponents import Exponents
-from ..hooks import Clock
+from ..hooks import Clock, is_traced
 from ..measure import spread_of, values_here
 from ..names import Names
 
@@ -57,13 +57,13 @@ class Telemetry:
 
     def _left(self, module: nn.Module, args: Any, out: Any) -> None:
         path = self._names.get(module)
-        if path is None or torch._C._functorch.maybe_current_level() is not None:
+        if path is None or is_traced() or torch._C._functorch.maybe_current_level() is not None:
             return  # inside vmap and the like tensors are not tensors: what is counted would be batched, too
         if self.regions and threading.get_ident() != self._thread and not self.in_backward:
             self.outside += [] if any(torch.is_autocast_enabled(kind) for kind in self.regions) else [path]
         with self._clock:
             for tensor in tensors(out):
-                if tensor.is_floating_point() and tensor.layout is torch.strided:
+                if tensor.is_floating_point() and tensor.layout is torch.strided and not tensor.is_inference():
                     self._gave(path, tensor)
 
     def _gave(self, path: str, tensor: Tensor) -> None:

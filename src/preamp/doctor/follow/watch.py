@@ -13,6 +13,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from ...tree import tensors
+from ..hooks import is_traced
 from ..names import Names
 from ..places import users_line
 from ..records import Recorder
@@ -77,6 +78,7 @@ class Watch:
         patches.wrap(sys, "excepthook", self._uncaught)
         self._silence("Using `torch.compile")
         self._hook_calls()
+        self._inspection.wait(0)
 
     def _silence(self, message: str) -> None:
         """Keep a warning about our hooks from the script's output."""
@@ -117,7 +119,7 @@ class Watch:
         return not run.is_ours and torch.is_grad_enabled() and run.is_own and run.names.wants(module)
 
     def _enter(self, module: nn.Module, args: Any) -> None:
-        if torch.compiler.is_compiling() or self.run.is_ours or not self.run.is_own:
+        if is_traced() or self.run.is_ours or not self.run.is_own:
             return
         self._precision.called(module)
         self._inspection.leave_compiled_alone()

@@ -28,7 +28,7 @@ def untouched(modules: Sequence[nn.Module]) -> Iterator[None]:
     """
     parameters = {id(p): p for module in modules for p in module._parameters.values() if p is not None}
     grads = [(p, p.grad) for p in parameters.values()]
-    tables = [(module, dict(module._buffers), module.training) for module in modules]
+    tables = [(module, dict(module._buffers.items()), module.training) for module in modules]
     distinct = {id(b): b for _, buffers, _ in tables for b in buffers.values() if b is not None}
     copies = [(b, b.detach().clone()) for b in distinct.values()]
     torch.clear_autocast_cache()  # a cached cast would hide that it overflows
@@ -45,8 +45,10 @@ def untouched(modules: Sequence[nn.Module]) -> Iterator[None]:
             for parameter, grad in grads:
                 parameter.grad = grad
             for module, buffers, training in tables:
-                module._buffers.clear()
-                module._buffers.update(buffers)
+                for name in module._buffers.keys() - buffers.keys():
+                    del module._buffers[name]
+                for name, buffer in buffers.items():  # one by one: a scripted module's table takes no other
+                    module._buffers[name] = buffer
                 module.training = training
             with torch.no_grad():
                 for buffer, copy in copies:

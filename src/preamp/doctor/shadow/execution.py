@@ -17,17 +17,17 @@ from ..places import UNINITIALISED, is_view
 from ..records import Line
 from .facts import spelled
 from .judge import DECIDING, Judge
-from .source import Readings
+from .source import Readings, numbers_of
 from .values import SHADOWED, WIDE, has_shadow
 
 _EXACT = frozenset({
     "detach", "alias", "zeros_like", "ones_like", "lift_fresh", "_local_scalar_dense",
     "_amp_foreach_non_finite_check_and_unscale",
 })  # fmt: skip
-_FROM_WHOLE = frozenset({"_to_copy", "scalar_tensor", "arange", "linspace", "logspace"})
+_FROM_WHOLE = frozenset({"_to_copy", "scalar_tensor", "full", "arange", "linspace", "logspace"})
 """Operators that make floating numbers of whole ones, or of numbers that are no tensors."""
-BETWEEN = 10_000
-"""Operators between two steps that are followed."""
+BETWEEN = 10_000, 1 << 20
+"""Operators between two steps that are followed, and how many numbers each may be given: a whole model is cast there."""
 
 
 class Shadowed(Judge):
@@ -59,10 +59,11 @@ class Shadowed(Judge):
         if not self.between:
             return True
         self._seen_between += 1
-        if self._seen_between > BETWEEN:
+        given = [*tensors_of(args)]
+        if self._seen_between > BETWEEN[0] or any(t.numel() > BETWEEN[1] for t in given):
             return False
-        dtypes = {kwargs.get("dtype"), *(t.dtype for t in tensors_of(args))}
-        return not dtypes.isdisjoint(LOW_DTYPES) or (base_of(func) in _FROM_WHOLE and _default_is_low())
+        low = kwargs.get("dtype") in LOW_DTYPES or any(t.dtype in LOW_DTYPES or self.shadows.has(t) for t in given)
+        return low or (base_of(func) in _FROM_WHOLE and _default_is_low())
 
     def before(self, call: Call) -> None:
         """Run the operator on the shadows of what it is about to read."""
@@ -103,6 +104,9 @@ class Shadowed(Judge):
         if wide is None:
             for tensor in call.written:
                 self.shadows.forget(tensor)
+            exact = numbers_of(call.at, call.out) if call.base == "lift_fresh" and call.out.dtype in LOW_DTYPES else None
+            if exact is not None:
+                self.shadows.give(call.out, exact, own=True)
             return
         self.operators += 1
         outs, changed, before = wide

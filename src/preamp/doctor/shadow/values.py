@@ -54,6 +54,10 @@ class Shadows:
         self.whole = True
         """Whether all shadows of the step are kept."""
 
+    def has(self, tensor: Tensor) -> bool:
+        """Whether a tensor's storage has a shadow."""
+        return has_shadow(tensor) and key_of(tensor) in self._of
+
     def find(self, tensor: Tensor) -> Tensor | None:
         """The shadow of a tensor, of its shape; None where it has none yet: then it is as exact as it can be known."""
         kept = self._of.get(key_of(tensor))
