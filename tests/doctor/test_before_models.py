@@ -98,7 +98,7 @@ def test_what_was_computed_before(shows: bool) -> None:
 
     (finding,) = found(step)
     assert (finding.code, finding.line) == ("PA201", line_of(step, "# here"))
-    assert "sigma.float()**2" in str(finding.fix) and "# not tried" in str(finding.fix)
+    assert "sigma.float()**2" in str(finding.fix) and "# tried: " in str(finding.fix)
 
 
 @pytest.mark.parametrize("dtype", [BF16, None])

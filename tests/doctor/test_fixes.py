@@ -15,8 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from preamp.doctor.shadow.remedies import Remedy, candidates
-from preamp.doctor.shadow.source import Function, Reading, Readings, frame_of, in_float32, read_in
-from preamp.doctor.shadow.statements import default_of, going_on_in_float32, statement_at  # fmt: skip
+from preamp.doctor.shadow.source import Function, Reading, Readings, in_float32, read_in
+from preamp.doctor.statements import default_of, frame_of, going_on_in_float32, statement_at  # fmt: skip
 
 from .. import forks
 from ..sick.expect import HERE, disease, doctor

@@ -54,7 +54,7 @@ class Patches:
 
 def is_traced() -> bool:
     """Whether what runs is made into a program: by the compiler, by export, by `torch.jit.trace`."""
-    return torch.compiler.is_compiling() or torch.jit.is_tracing()
+    return torch.compiler.is_compiling() or torch.jit.is_tracing()  # type: ignore[attr-defined]
 
 
 def subclasses(kind: type) -> list[type]:

@@ -29,6 +29,9 @@ def on(kind: type) -> Callable[[Any], Any]:
     return mark
 
 
+_IN_FLOAT32 = "# call .float() on what this line computes with"
+
+
 class Check:
     """Judges one code, its class's name. A method marked by `on` takes an event and gives findings."""
 
@@ -43,8 +46,8 @@ class Check:
         return Finding(cls.__name__, severity, message, file=at[0], line=at[1], fix=fix, **facts)
 
     @classmethod
-    def of_fact(cls, severity: Severity, message: str, event: Deviated, untried: str) -> Finding:
-        """A finding that stands on a fact; `untried`: what to write where no fix was tried."""
+    def of_fact(cls, severity: Severity, message: str, event: Deviated, untried: str = _IN_FLOAT32) -> Finding:
+        """A finding that stands on a fact; `untried`: advice where nothing ran."""
         fix = event.fix if event.tried else untried
         return cls.finding(severity, message, fix, **event.where, evidence=event.evidence)
 

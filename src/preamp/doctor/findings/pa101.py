@@ -51,4 +51,4 @@ class PA101(Check):
     def deviated(self, event: Deviated) -> Iterator[Finding]:
         """One that is added to a zero, or is the floor of one, and leaves it a zero."""
         if event.fact.code == "PA101":
-            yield self.of_fact("error", event.fact.vanished, event, "x = x.float()  # before this line")
+            yield self.of_fact("error", event.fact.vanished, event)

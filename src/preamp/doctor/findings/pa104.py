@@ -25,7 +25,6 @@ class PA104(Check):
                 f"the rounding of {fact.name} in {fact.dtype} adds up: no result is off by more than "
                 f"{fact.inputs:.0%}, and all gradients together are off by {fact.error:.0%}",
                 event,
-                "x = x.float()  # before this line",
             )
             return
         if fact.op == "cumsum":
@@ -34,5 +33,4 @@ class PA104(Check):
             "warning",
             f"{fact.name} in {fact.dtype} {off}, and its inputs are right to {fact.inputs:.2%}: float32 gets it right",
             event,
-            "x = x.float()  # before this line",
         )

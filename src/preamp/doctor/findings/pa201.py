@@ -81,6 +81,9 @@ class Origin:
             return PA207.came_in(came, self.source, where, **self.where, step=step, evidence=evidence)
         masked = "softmax" in self.op and any(operand.inf for operand in self.inputs)
         values = "a row that is masked whole" if masked else "finite values"
+        if spelled(self.op) == "a cast" and self.inputs and self.inputs[0].max is not None:
+            largest = max(self.inputs[0].max, -(self.inputs[0].min or 0.0))
+            values = f"numbers up to {largest:.5g}: the largest of float16 is 65504"
         fix = "torch.finfo(scores.dtype).min  # instead of -inf in the mask" if masked else None
         message = f"{spelled(self.op)} ({self.direction}) {where} made {self.kind} out of {values}"
         return PA201.finding("error", message, fix, **self.where, step=step, evidence=evidence)
@@ -171,7 +174,6 @@ class PA201(Check):
             f"{fact.name} ({fact.place.direction}) makes inf or nan of finite {fact.dtype} values where float32 is "
             f"finite, and {then}: no step is skipped for that",
             event,
-            "x = x.float()  # before this line",
         )
 
     def at_end(self, rank: Rank) -> Iterator[Finding]:

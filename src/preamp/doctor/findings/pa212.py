@@ -10,7 +10,7 @@ from torch import Tensor
 from ...report import Finding
 from ..records import Line
 from ..shadow.facts import Absorbed
-from ..shadow.statements import going_on_in_float32, statement_at
+from ..statements import going_on_in_float32, statement_at
 from .check import Check, on
 
 STAYS = 0.9

@@ -89,6 +89,8 @@ class Inspection:
                 run.stream.add(*self._look.observers, inside=module)
             elif turn != self._again_in:
                 self._again_in, self._again = turn, True
+        if before is not None and before is not run.shadowed:
+            self._tell_before(before)
         if self._look is not None:
             self._look.handled.in_region = bool(regions) or torch.is_autocast_enabled(MARKER)
         if self._changes is not None and not compiled:
@@ -106,6 +108,7 @@ class Inspection:
         if self.every is not None and run.shadowed is None and self._is_close(turn) and not self._precision.compiled:
             run.shadowed = Shadowed(readings=run.tape.readings, between=True)
             run.stream.add(run.shadowed)
+            run.tape.open_window(between=True)
 
     def evaluate(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         """A model is about to run without gradients."""
@@ -254,8 +257,7 @@ class Inspection:
         """End the inspection, and record what there is."""
         self.evaluation.end()
         if (before := self._run.stop_waiting()) is not None:
-            self.decided |= any(one.kind == "decided" for one in before.facts)
-            self._run.tell(before.facts, None, in_session=False)
+            self._tell_before(before)
         self._judge()
         self._close_changes()
         self.attempted()
@@ -263,6 +265,11 @@ class Inspection:
             for event in self._run.counters.values():
                 if event.stayed < event.moved and event.stands_still():  # since it was looked at
                     self._run.emit(replace(event, stayed=event.moved))
+
+    def _tell_before(self, before: Shadowed) -> None:
+        """Report on what ran outside of models and of steps that are looked at."""
+        self.decided |= any(one.kind == "decided" for one in before.facts)
+        self._run.tell(before.facts, None, in_session=False)
 
     def give_up(self) -> None:
         """End the inspection and judge nothing."""

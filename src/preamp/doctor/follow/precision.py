@@ -17,13 +17,10 @@ from ..findings.events import ModuleCast, RegionMade, WeightsChanged
 from ..names import unwrapped
 from ..places import users_line
 from ..shadow.values import WIDE, has_shadow
+from ..statements import TABLE
 from .run import Run
 
 _PARALLEL = WRAPPERS - {"OptimizedModule", "_LightningModuleWrapperBase", "_FabricModule"}
-
-
-TABLE = 1 << 14
-"""Numbers of a tensor up to which it is a table."""
 TABLES = 4096
 """So many are remembered at a time: a script may keep every small tensor that it casts."""
 
@@ -108,7 +105,8 @@ class Precision:
             if in_region or kind in _PARALLEL:
                 path = self._run.names.get(unwrapped(module))
                 self._run.emit(ModuleCast(kind, path, name, in_region, kind in _PARALLEL, users_line()))
-        return original(module, *args, **kwargs)
+        with self._run.stream.paused():  # what it casts is noted tensor by tensor
+            return original(module, *args, **kwargs)
 
     def _cast_tensor(self, original: Any, tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
         """Remember what the script cast outside of models, where it is small: a table, a batch of indices."""

@@ -24,7 +24,7 @@ from ..operators import Stream
 from ..places import Places, raised_at, without_ours
 from ..records import NOWHERE, Line, Recorder, shown_path
 from ..replay.tape import Tape
-from ..replay.trials import Trials
+from ..replay.trials import Trials, untried
 from ..shadow.execution import Shadowed
 from ..shadow.facts import Absorbed, Fact
 from ..shadow.source import Readings
@@ -114,13 +114,16 @@ class Run:
         if shadowed is None or not shadowed.between:
             return None
         self.stream.remove(shadowed)
+        self.tape.close_window()
         self.shadowed = None
         return shadowed
 
     def tell(self, facts: Iterable[Fact], trials: Trials | None, in_session: bool) -> None:
         """Tell of facts, each with a fix that was tried; `trials`: None where the step is not to be done again."""
         for fact in facts:
-            self.emit(Deviated(fact, *((None, None) if trials is None else trials.cure(fact, in_session))))
+            why = "it ran in no step that was done again"
+            cure = untried(fact, self.tape, why) if trials is None else trials.cure(fact, in_session)
+            self.emit(Deviated(fact, *cure))
 
     def report(self, finding: Finding) -> None:
         """Record a finding, once for each place; nothing more once the observation has failed."""

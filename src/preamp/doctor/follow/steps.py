@@ -5,6 +5,7 @@ Loss and gradients are checked after each backward pass, before anything can be 
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import torch
@@ -14,12 +15,14 @@ from torch.optim import Optimizer
 from ...tree import tensors
 from ..findings.events import FirstStep, WithoutMasters
 from ..names import unwrapped
-from ..places import users_line
+from ..places import is_users, users_line
 from .inspection import Inspection
 from .precision import Precision
 from .run import Run
 from .scales import Scales
 from .soundness import Soundness
+
+_TORCHS = Optimizer.zero_grad.__code__
 
 
 class Steps:
@@ -160,6 +163,8 @@ class Steps:
                     self._first_step(optimizer)
                 run.stepped_at = users_line()
                 self._inspection.steps(optimizer)
+                if is_users(getattr(inspect.unwrap(type(optimizer).step), "__code__", _TORCHS).co_filename):
+                    self._inspection.wait(run.turn)
             self._scales.before_step(optimizer)  # last: the step is closed with what is on its gradients
 
     def _first_step(self, optimizer: Optimizer) -> None:

@@ -47,8 +47,8 @@ def untouched(modules: Sequence[nn.Module]) -> Iterator[None]:
             for module, buffers, training in tables:
                 for name in module._buffers.keys() - buffers.keys():
                     del module._buffers[name]
-                for name, buffer in buffers.items():  # one by one: a scripted module's table takes no other
-                    module._buffers[name] = buffer
+                for name, found in buffers.items():  # one by one: a scripted module's table takes no other
+                    module._buffers[name] = found
                 module.training = training
             with torch.no_grad():
                 for buffer, copy in copies:

@@ -18,9 +18,10 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_map
 
 from ...autocast import MARKER
+from ...formats import LOW_DTYPES
 from ...machine import random_kept, random_state, set_random_state
 from ...tree import PLAIN, tensors
-from ..operators import Call, Observer, Stream, base_of
+from ..operators import Call, Observer, Stream, base_of, tensors_of
 from ..places import Place, Places, users_line
 from ..records import NOWHERE, Line
 from ..shadow.remedies import PRODUCTS, Remedy, applied, run_kept
@@ -50,7 +51,7 @@ class Tape(Observer):
         self._known: dict[Key, StorageWeakRef | None] = {}
         """What a replay makes. The reference holds no numbers, but the identity: no other storage gets the same key."""
         self._calls = 0
-        self._is_open = False
+        self._is_open = self._between = False
         self._op: Op | None = None
         """What runs now, if it is kept."""
         self.is_replaying = False
@@ -104,10 +105,10 @@ class Tape(Observer):
         if keep_on:
             self.open_window()
 
-    def open_window(self) -> None:
-        """Keep operators from here on."""
+    def open_window(self, *, between: bool = False) -> None:
+        """Keep operators from here on; `between`: before a model has run, those that have to do with 16 bits."""
         if not self._is_open and self.whole:
-            self._is_open, self._drew = True, False
+            self._is_open, self._between, self._drew = True, between, False
             self._stream.add(self)
 
     def close_window(self) -> None:
@@ -118,7 +119,13 @@ class Tape(Observer):
 
     def wants(self, func: Any, args: Any, kwargs: Any) -> bool:
         """Operators of the forward pass."""
-        return torch._C._current_autograd_node() is None and func.namespace != "profiler"
+        if torch._C._current_autograd_node() is not None or func.namespace == "profiler":
+            return False
+        if not self._between:
+            return True
+        given = [*tensors_of(args)]
+        low = kwargs.get("dtype") in LOW_DTYPES or any(t.dtype in LOW_DTYPES for t in given)
+        return low or any(tensor_key(t) in self._known for t in given)
 
     def before(self, call: Call) -> None:
         """Keep an operator, before it runs."""

@@ -20,8 +20,8 @@ from ..shadow.execution import Shadowed
 from ..shadow.facts import Fact
 from ..shadow.judge import OFF
 from ..shadow.remedies import Remedy, candidates
-from ..shadow.statements import statement_at
 from ..shadow.values import relative_error
+from ..statements import statement_at
 from .origin import Trails
 from .restore import put_back_leaves
 from .tape import Tape
@@ -126,13 +126,10 @@ class Trials:
     def cure(self, fact: Fact, in_session: bool) -> tuple[str | None, str]:
         """A text to paste that was tried, and what happened; without a text, why there is none."""
         if self.plain is None:
-            return None, "the step cannot be done again, so no fix was tried"
+            return untried(fact, self._tape, "the step cannot be done again")
         line = fact.place.at
         if line not in self.plain.places and all(place.at != line for place in self.plain.shadowed.errors):
-            text = Remedy((line,)).text(self._device, self._tape.readings)
-            why = "not tried: the line runs outside of what can be done again"
-            rounded = fact.kind == "decided" and any(one and one.casts() for one in map(statement_at, fact.lines[1:]))
-            return f"{text}\n# {why}" if text is not None and ".float()" in text and not rounded else None, why
+            return untried(fact, self._tape, "the line runs outside of what can be done again")
         constants = sorted(set(self.plain.shadowed.constants.get(line, ())))
         lines = [line, *(each for each in fact.lines if each != line and self._can_write(each))][:4]
         best: tuple[float, str, str] | None = None
@@ -193,6 +190,14 @@ class Trials:
         before = math.inf if self.plain is None else self.plain.at(fact)
         size = f"gradient {outcome.gradient:.3g}" if outcome.gradient else "finite"
         return f"{size}, error {'not finite' if before == math.inf else f'{before:.2g}'} -> {outcome.at(fact):.2g}"
+
+
+def untried(fact: Fact, tape: Tape, why: str) -> tuple[str | None, str]:
+    """The line of a fact in float32, where that can be written, and why it was not tried."""
+    text = Remedy((fact.place.at,)).text(tape.device, tape.readings)
+    rounded = fact.kind == "decided" and any(one and one.casts() for one in map(statement_at, fact.lines[1:]))
+    known = text is not None and ".float()" in text and not rounded
+    return f"{text}\n# not tried: {why}" if known else None, f"not tried: {why}"
 
 
 def _instead_of(remedy: Remedy, line: Line) -> str:

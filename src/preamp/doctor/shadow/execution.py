@@ -17,7 +17,7 @@ from ..places import UNINITIALISED, is_view
 from ..records import Line
 from .facts import spelled
 from .judge import DECIDING, Judge
-from .source import Readings, numbers_of
+from .source import Readings
 from .values import SHADOWED, WIDE, has_shadow
 
 _EXACT = frozenset({
@@ -27,7 +27,7 @@ _EXACT = frozenset({
 _FROM_WHOLE = frozenset({"_to_copy", "scalar_tensor", "full", "arange", "linspace", "logspace"})
 """Operators that make floating numbers of whole ones, or of numbers that are no tensors."""
 BETWEEN = 10_000, 1 << 20
-"""Operators between two steps that are followed, and how many numbers each may be given: a whole model is cast there."""
+"""Operators between two steps that are followed, and how many numbers each may be given: weights are loaded there."""
 
 
 class Shadowed(Judge):
@@ -104,9 +104,6 @@ class Shadowed(Judge):
         if wide is None:
             for tensor in call.written:
                 self.shadows.forget(tensor)
-            exact = numbers_of(call.at, call.out) if call.base == "lift_fresh" and call.out.dtype in LOW_DTYPES else None
-            if exact is not None:
-                self.shadows.give(call.out, exact, own=True)
             return
         self.operators += 1
         outs, changed, before = wide

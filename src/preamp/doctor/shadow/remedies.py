@@ -16,8 +16,8 @@ from ...tree import map_tensors, tensors
 from ..operators import base_of
 from ..places import Place, Places, walk
 from ..records import Line
+from ..statements import CASTS, cast_back, default_of, statement_at, without_cast
 from .source import Function, Reading, in_float32
-from .statements import CASTS, cast_back, default_of, statement_at, without_cast
 
 _CASTS = CASTS | {"float", "double", "__get__", "__set__", "__set_item__"}
 """Functions that say a dtype, or ask for one: they mean it."""
@@ -84,8 +84,8 @@ class Remedy:
                 return None
             constants = dict(self.constants) if line == self.lines[0] else {}
             text = in_float32(statement, reading, constants, uncast=self.casts == "dropped")
-            if text is not None and self.back and line == self.lines[0]:
-                text = cast_back(statement, text, self.back[0])
+            if text is not None and self.back and line == max(self.lines, key=lambda one: one[1] or 0):
+                text = cast_back(text, self.back[0])
             if text is None:
                 return None
             parts.append(text)

@@ -8,20 +8,16 @@ from collections.abc import Iterable, Mapping
 from types import FrameType
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from ...formats import LOW_DTYPES
 from ..places import is_users
 from ..records import Line
-from .statements import Statement, dotted, parsed, statement_at, with_default, without_cast
+from ..statements import Statement, dotted, frame_of, parsed, statement_at, with_default, without_cast
 
 _NOT_WITHIN = frozenset({"backward", "step", "grad", "autocast"})
 """What a function does that has a precision of its own, or none."""
-_FACTORIES = frozenset({"tensor", "as_tensor", "new_tensor"})
-_NUMBERS = ast.Constant, ast.Name, ast.Attribute, ast.List, ast.Tuple, ast.UnaryOp, ast.BinOp, ast.operator, ast.unaryop, ast.Load
-"""What can be computed again, with the same result: it calls nothing."""
 
 
 class Function(NamedTuple):
@@ -127,29 +123,6 @@ def _function_of(frame: FrameType) -> Function | None:
         line = caller.f_code.co_filename, caller.f_lineno
         known = not _calls_module(names, frame)
         return Function(code.co_filename, node.lineno, node.end_lineno or node.lineno, line) if known else None
-    return None
-
-
-def frame_of(line: Line, frame: FrameType | None) -> FrameType | None:
-    """The frame that runs this line now."""
-    while frame is not None and (frame.f_code.co_filename, frame.f_lineno) != line:
-        frame = frame.f_back
-    return frame
-
-
-def numbers_of(line: Line, made: Tensor) -> Tensor | None:
-    """The numbers that `torch.tensor(numbers, dtype=...)` at this line rounded, in float32; None where none are read."""
-    statement, frame = statement_at(line), frame_of(line, sys._getframe())
-    if statement is None or frame is None:
-        return None
-    called = [node for node in ast.walk(statement.node) if isinstance(node, ast.Call) and node.args]
-    for node in called:
-        numbers, name = node.args[0], node.func.attr if isinstance(node.func, ast.Attribute) else ""
-        if name in _FACTORIES and all(isinstance(part, _NUMBERS) for part in ast.walk(numbers)):
-            code = compile(ast.Expression(numbers), "", "eval")
-            exact = torch.as_tensor(eval(code, frame.f_globals, dict(frame.f_locals)), device=made.device).float()  # noqa: S307
-            if exact.shape == made.shape and bool((exact.to(made.dtype) == made).all()):
-                return exact
     return None
 
 

@@ -5,19 +5,31 @@ from __future__ import annotations
 import ast
 import inspect
 import linecache
+import sys
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
+from types import FrameType
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from ..records import Line
+from .records import Line
 
 CASTS = frozenset({"to", "half", "bfloat16", "type", "type_as"})
 """Methods that may cast to 16 bits."""
 _SIGNS = {ast.Add: "+", ast.Sub: "-"}
 _SIMPLE = (ast.Assign, ast.AugAssign, ast.AnnAssign, ast.Return, ast.Expr)
+TABLE = 1 << 14
+"""Numbers of a tensor up to which it is a table."""
+_MAKE = frozenset({"tensor", "as_tensor", "new_tensor"})
+_NUMBERS = (
+    ast.Constant, ast.Name, ast.Attribute, ast.List, ast.Tuple, ast.UnaryOp, ast.BinOp, ast.operator, ast.unaryop,
+    ast.Load,
+)  # fmt: skip
+"""What can be computed again, and gives the same: it calls nothing."""
 
 
 @dataclass(frozen=True)
@@ -141,6 +153,31 @@ def statement_at(line: Line) -> Statement | None:
     return Statement(found, tuple(line.rstrip("\n") for line in lines), file)
 
 
+def frame_of(line: Line, frame: FrameType | None) -> FrameType | None:
+    """The frame that runs this line now."""
+    while frame is not None and (frame.f_code.co_filename, frame.f_lineno) != line:
+        frame = frame.f_back
+    return frame
+
+
+def numbers_of(line: Line, made: Tensor) -> Tensor | None:
+    """What `torch.tensor(numbers, dtype=...)` at this line has rounded, in float32; None if that is not known."""
+    statement, frame = statement_at(line), frame_of(line, sys._getframe())
+    if statement is None or frame is None or made.numel() > TABLE:
+        return None
+    for node in ast.walk(statement.node):
+        if not isinstance(node, ast.Call) or not node.args or (dotted(node.func) or "").rpartition(".")[2] not in _MAKE:
+            continue
+        code = ast.Expression(node.args[0])
+        if all(isinstance(part, _NUMBERS) for part in ast.walk(node.args[0])):
+            with suppress(Exception):  # names that the statement itself has given to something else
+                numbers = eval(compile(code, "", "eval"), frame.f_globals, dict(frame.f_locals))
+                exact = torch.as_tensor(numbers, device=made.device).float()
+                if exact.shape == made.shape and bool(((exact.to(made.dtype) == made) & exact.isfinite()).all()):
+                    return exact
+    return None
+
+
 def without_cast(statement: Statement) -> str | None:
     """The statement with what it casts in float32 instead; None where it casts nothing, or casts what was cast."""
     changes: dict[ast.expr, str] = {call: f"{_operand(of)}.float()" for call, of in statement.casts()}
@@ -196,13 +233,12 @@ def going_on_in_float32(statement: Statement, adds_tensor: bool) -> str | None:
     return f"{name} = {name}.float() {sign} {ast.unparse(right)}"
 
 
-def cast_back(statement: Statement, text: str, dtype: torch.dtype) -> str | None:
+def cast_back(text: str, dtype: torch.dtype) -> str | None:
     """The text of a statement with its value cast to a dtype; None where it has none."""
-    begin, sep, value = text.partition("return " if isinstance(statement.node, ast.Return) else " = ")
-    if not isinstance(statement.node, (ast.Return, ast.Assign)) or not sep:
-        return None
-    comment = statement.lines[-1].encode()[statement.node.end_col_offset :].decode()
-    return f"{begin}{sep}({value.removesuffix(comment)}).to({dtype}){comment}"
+    statement = Statement(ast.parse(text).body[0], tuple(text.split("\n")))
+    value = statement.node.value if isinstance(statement.node, (ast.Return, ast.Assign)) else None
+    written = None if value is None else ast.get_source_segment(text, value)
+    return None if value is None else statement.rewritten({value: f"({written}).to({dtype})"})
 
 
 def with_default(text: str, old: float, new: float) -> str | None:
