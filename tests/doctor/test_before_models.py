@@ -133,6 +133,69 @@ def test_times_of_a_factory(dtype: torch.dtype | None) -> None:
     assert (finding.code, finding.line) == ("PA114", line_of(step, "# here"))
 
 
+@pytest.mark.parametrize("epsilon", [1e-8, 1e-3])
+@pytest.mark.parametrize("make", ["tensor", "as_tensor", "new_tensor"])
+def test_numbers_that_a_tensor_was_made_of(make: str, epsilon: float) -> None:
+    """What `torch.tensor` rounds was a number of Python's: the line that made it is part of the fix."""
+
+    def step(model: nn.Module, number: int) -> Tensor:
+        x = torch.as_tensor(model(torch.arange(4))) * torch.tensor([[0.0], [1.0], [1.0], [1.0]])
+        eps = MAKERS[make](x, epsilon)
+        return (x.half() / (x.half().abs() + eps)).float().mean()  # here
+
+    seen = found(step)
+    assert [(one.code, one.line) for one in seen] == ([("PA201", line_of(step, "# here"))] if epsilon < 1e-7 else [])
+
+
+MAKERS: dict[str, Any] = {
+    "tensor": lambda x, epsilon: torch.tensor(epsilon, dtype=HALF, device=x.device),
+    "as_tensor": lambda x, epsilon: torch.as_tensor([0.0 + epsilon], dtype=HALF),
+    "new_tensor": lambda x, epsilon: x.new_tensor(epsilon, dtype=HALF),
+}
+
+
+def test_a_table_that_was_made_before_the_optimizer() -> None:
+    """Watched from the first line on: here a cast makes a number infinite, and a division a zero of it."""
+    counts = torch.tensor([2e5, 9e4, 3e4, 5e3])
+    model = nn.Linear(2, 4)
+    with preamp.doctor.watch(model) as seen:
+        table = counts.half()  # here
+        weight = (1000 / table).float()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        F.cross_entropy(model(torch.ones(8, 2)), torch.arange(8) % 4, weight).backward()
+        optimizer.step()
+    (finding,) = [one for one in seen.findings if one.severity == "error"]
+    assert (finding.code, finding.line) == ("PA201", line_of(test_a_table_that_was_made_before_the_optimizer, "# here"))
+    assert "# tried: " in str(finding.fix)
+
+
+class Adam(torch.optim.Optimizer):
+    """One that somebody wrote, whose moments have the dtype of the weights."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {"lr": 1e-3})
+
+    @torch.no_grad()
+    def step(self) -> None:  # type: ignore[override]
+        for p in self.param_groups[0]["params"]:
+            m, v = 0.1 * p.grad, 0.001 * p.grad * p.grad
+            p -= 1e-3 * m / (v.sqrt() + 1e-8)  # here
+
+
+@pytest.mark.parametrize("dtype", [HALF, torch.float32])
+def test_the_step_of_an_optimizer_that_somebody_wrote(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    model = nn.Linear(16, 4).to(dtype)
+    with preamp.doctor.watch(model) as seen:
+        optimizer = Adam(model.parameters())
+        for _ in range(3):
+            (model(torch.randn(32, 16, dtype=dtype)).float().square().mean() / 100).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    lines = [one.line for one in seen.findings if one.code == "PA101" and one.severity == "error"]
+    assert lines == ([line_of(Adam, "# here")] if dtype is HALF else [])
+
+
 def test_what_is_compiled_after_the_optimizer_was_made_stays_compiled() -> None:
     """A dispatch mode that is on where compiled code is called makes it run as written."""
     ran: list[int] = []

@@ -151,6 +151,7 @@ def low(*names: str, **numbers: float) -> Reading:
         ("y = x / (x.sum() + self.eps)", low("x", **{"self.eps": 1e-6}), {1e-6: 1e-4},
          "y = x.float() / (x.float().sum() + 0.0001)"),
         ("y = x[0, a:b] * m['x']", low("x"), {}, "y = x.float()[0, a:b] * m['x']"),
+        ("y = b['x'] * b['z'] + c.d[0]", low("b['x']", "c.d[0]"), {}, "y = b['x'].float() * b['z'] + c.d[0].float()"),
         ("y = F.normalize(x, dim=1)", low("x"), {1e-12: 1e-4}, "y = F.normalize(x.float(), dim=1, eps=0.0001)"),
         ("y = F.normalize(x, eps=1e-12)", low("x"), {1e-12: 1e-4}, "y = F.normalize(x.float(), eps=0.0001)"),
         ("print(x)", low("x"), {}, "print(x.float())"),
@@ -283,10 +284,10 @@ def test_the_dtypes_in_which_it_makes_something(tmp_path: Path) -> None:
 def test_what_it_reads_where_it_runs() -> None:
     class Own:
         def __init__(self) -> None:
-            self.low, self.eps = torch.ones(2, dtype=torch.float16), 1e-6
+            self.low, self.eps = torch.ones(2, dtype=torch.float16), {"a": 1e-6}
 
-        def run(self, x: Tensor, y: Tensor) -> Tensor:
-            return keep(sys._getframe()) + (x + y * self.low + self.eps)
+        def run(self, x: Tensor, y: tuple[Tensor, ...]) -> Tensor:
+            return keep(sys._getframe()) + (x[0] + y[0] * y[1] * self.low + self.eps["a"])
 
     def keep(frame: Any) -> int:
         line = frame.f_code.co_filename, frame.f_lineno
@@ -296,8 +297,8 @@ def test_what_it_reads_where_it_runs() -> None:
         return 0
 
     found: list[Reading] = []
-    Own().run(torch.ones(2, dtype=torch.bfloat16), torch.ones(2))
-    assert found == [low("x", "self.low", **{"self.eps": 1e-6})]
+    Own().run(torch.ones(2, dtype=torch.bfloat16), (torch.ones(2), torch.ones(2).half()))
+    assert found == [low("x", "y[1]", "self.low", **{"self.eps['a']": 1e-6})]
     assert frame_of((__file__, 1), sys._getframe()) is None
 
 
@@ -378,6 +379,7 @@ def test_a_function_as_a_whole(run: Any) -> None:
 @pytest.mark.parametrize(("source", "text"), [
     ("y = a * b  # of halves", "y = (a.float() * b.float()).to(torch.float16)  # of halves"),
     ("y = a.exp()", "y = (a.float().exp()).to(torch.float16)"),
+    ("y=a\\\n  +b", "y=(a.float()\\\n      +b.float()).to(torch.float16)"),
     ("y += a", None),
     ("a.exp()", None),
 ])  # fmt: skip

@@ -42,7 +42,7 @@ class Statement:
     file: str = ""
 
     def reads(self) -> dict[str, list[ast.expr]]:
-        """The names that it reads ("x", "self.scale"), with where they stand. Of `x.t()` it reads x."""
+        """The names that it reads ("x", "self.scale", "batch['x']"), with where they stand. Of `x.t()` it reads x."""
         found: dict[str, list[ast.expr]] = {}
         called = {id(node.func) for node in ast.walk(self.node) if isinstance(node, ast.Call)}
         written = set(map(id, self._written()))
@@ -59,6 +59,8 @@ class Statement:
                 elif spelled is None:
                     visit(node.value if isinstance(node, ast.Attribute) else node)
             else:
+                if isinstance(node, ast.Subscript) and isinstance(node.slice, ast.Constant) and dotted(node.value):
+                    found.setdefault(ast.unparse(node), []).append(node)
                 for child in ast.iter_child_nodes(node):
                     visit(child)
 

@@ -86,11 +86,15 @@ def read_in(frame: FrameType, statement: Statement) -> Reading:
 
 
 def _value_of(spelled: str, frame: FrameType) -> Any:
-    first, *rest = spelled.split(".")
+    first, *rest = spelled.partition("[")[0].split(".")
     value: Any = frame.f_locals.get(first, frame.f_globals.get(first))
     for attribute in rest:
         value = getattr(value, attribute, None)
-    return value
+    if not spelled.endswith("]"):
+        return value
+    key = ast.literal_eval(spelled.partition("[")[2][:-1])
+    held = dict(enumerate(value)) if isinstance(value, (list, tuple)) else value
+    return held.get(key) if isinstance(held, Mapping) else None
 
 
 def _calls_module(names: Iterable[str], frame: FrameType) -> bool:
