@@ -281,10 +281,11 @@ class Inspection:
 
     def _judge(self) -> None:
         """Stop observing operators, and report what they showed."""
-        seen, self._look, self._run.shadowed = self._look, None, None
+        seen, self._look = self._look, None
         if seen is None:
             return
         run, scales = self._run, self._scales
+        run.shadowed = None
         seen.close(run)
         findings = without_repeats(found_by(seen.observers))
         if seen.replayed:

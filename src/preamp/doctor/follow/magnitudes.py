@@ -56,9 +56,11 @@ class Telemetry:
         self._outputs.clear()
 
     def _left(self, module: nn.Module, args: Any, out: Any) -> None:
-        path = self._names.get(module)
-        if path is None or is_traced() or torch._C._functorch.maybe_current_level() is not None:
+        if is_traced() or torch._C._functorch.maybe_current_level() is not None:
             return  # inside vmap and the like tensors are not tensors: what is counted would be batched, too
+        path = self._names.get(module)
+        if path is None:
+            return
         if self.regions and threading.get_ident() != self._thread and not self.in_backward:
             self.outside += [] if any(torch.is_autocast_enabled(kind) for kind in self.regions) else [path]
         with self._clock:

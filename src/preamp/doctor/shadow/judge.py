@@ -106,9 +106,7 @@ class Judge(Observer):
         read = [t for t in call.inputs if has_shadow(t) and id(t) not in written]
         came = cause is not None and cause.kind == "not finite" and bool(out.isfinite().all())
         hides = came and not all(bool(t.isfinite().all()) for t in read)
-        least = (
-            DECIDES if cause is not None and cause.op in _CASTS else OFF
-        )  # a number that no longer fits says nothing
+        least = DECIDES if cause is not None and cause.op in _CASTS else OFF  # what does not fit is meant by nobody
         if hides and cause is not None and cause.op not in _MEANT and max(error, _most_off(out, exact)) >= least:
             self._report(replace(cause, hidden_by=call.base))
         if error < OFF and constant is None:
