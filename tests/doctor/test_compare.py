@@ -57,6 +57,16 @@ out = model(x.to(torch.bfloat16)); model.to(dtype=torch.float16)
 seen = [out.dtype, x.half().dtype, x.type(torch.HalfTensor).dtype, x.to(out).dtype, model.weight.dtype]
 out.float().square().mean().backward(); optimizer.step()
 """,
+    "factories": """
+model = nn.Linear(8, 4, dtype=torch.bfloat16)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+x = torch.randn(3, 8, dtype=torch.bfloat16)
+out = model(x) * torch.tensor(2.0, dtype=torch.bfloat16) + x.new_zeros(1, dtype=torch.half)
+script = torch.jit.script(nn.Linear(4, 4))
+seen = [out.dtype, torch.zeros_like(x, dtype=torch.half).dtype, out.sum(dtype=torch.half).dtype, script(out).dtype]
+assert torch.tensor([16256], dtype=torch.int16).view(torch.bfloat16).item() == 1.0, "the same bits"
+out.float().square().mean().backward(); optimizer.step()
+""",
     "preamp": """
 import preamp
 session = preamp.prepare(model, optimizer, level="O2", scale="dynamic")

@@ -19,7 +19,8 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
 from ... import session
 from ...formats import LOW_DTYPES
@@ -78,12 +79,9 @@ def run_in_full(patches: Patches) -> None:
     """Have autocast, scalers, casts, preamp and Apex do nothing to the precision from here on."""
     patches.wrap(torch.autocast, "__init__", _without(position=2))
     patches.wrap(torch.amp.grad_scaler.GradScaler, "__init__", _without(position=5))
-    for name in ("half", "bfloat16"):
-        patches.wrap(nn.Module, name, lambda original, module: module)
-        patches.wrap(Tensor, name, lambda original, tensor, **kwargs: tensor.to(torch.float32, **kwargs))
-    for kind in (nn.Module, Tensor):
-        for name in ("to", "type"):
-            patches.wrap(kind, name, _to_full)
+    mode = _InFull()
+    mode.__enter__()
+    patches.on_close(lambda: mode.__exit__(None, None, None))
     patches.wrap(torch, "set_default_dtype", lambda original, dtype: original(_full(dtype)))
     for owner in (session, sys.modules[session.__name__.rpartition(".")[0]]):
         patches.wrap(owner, "prepare", _prepare)
@@ -103,12 +101,15 @@ def _without(position: int) -> Callable[..., None]:
     return made
 
 
-def _to_full(original: Any, owner: Any, *args: Any, **kwargs: Any) -> Any:
-    """`to` and `type`, with float32 for every 16-bit dtype among the arguments; of a tensor to be like, too."""
-    for value in (*args, *kwargs.values()):
-        if isinstance(value, Tensor) and value.dtype in LOW_DTYPES:
-            return original(owner, value.device, torch.float32)
-    return original(owner, *map(_full, args), **{name: _full(value) for name, value in kwargs.items()})
+class _InFull(TorchFunctionMode):
+    """Gives float32 where torch is asked for 16 bits: by casts, of whole modules too, and by `dtype=`."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = getattr(func, "__name__", "")
+        if name == "view":  # which reads the same bits otherwise
+            return func(*args, **(kwargs or {}))
+        func = Tensor.float if name in ("half", "bfloat16") else func
+        return func(*map(_full, args), **{key: _full(value) for key, value in (kwargs or {}).items()})
 
 
 def _full(value: Any) -> Any:
