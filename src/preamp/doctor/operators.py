@@ -147,7 +147,7 @@ class Stream(TorchDispatchMode):
         if self._is_given_up or not new:
             return
         if not self._observers:
-            self._places, self.is_paused = self._make_places(), False
+            self._places = self._make_places()
             if inside is not None:
                 self._places.enter(inside)
         self._observers += new

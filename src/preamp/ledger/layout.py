@@ -1,8 +1,7 @@
 """The tensors of a step, and checks before each step that they have not changed.
 
 User code may give a parameter or a state other memory, another dtype or memory order, remove a state or replace it, as
-torch's optimizers allow. Nothing records that, so everything is compared before each step, in lists that C code walks:
-about 0.2 microseconds a tensor.
+torch's optimizers allow. Nothing records that, so everything is compared before each step, in lists that C code walks.
 """
 
 from __future__ import annotations

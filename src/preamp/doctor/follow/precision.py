@@ -16,6 +16,7 @@ from ...frameworks import WRAPPERS
 from ..findings.events import ModuleCast, RegionMade, WeightsChanged
 from ..names import unwrapped
 from ..places import users_line
+from ..shadow.remedies import casts_low
 from ..shadow.values import WIDE, has_shadow
 from ..statements import TABLE
 from .run import Run
@@ -32,6 +33,8 @@ class Precision:
         self._run, self._called = run, called
         self.compiled: str | None = None
         """"module" or "function" once torch.compile was called on one."""
+        self.on_first_cast: Callable[[], None] | None = None
+        """Follows what the script computes from here on: the mode for that slows every operator down."""
         self._depth = 0
         self._versions: dict[int, int] = {}
 
@@ -110,6 +113,13 @@ class Precision:
 
     def _cast_tensor(self, original: Any, tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
         """Remember what the script cast outside of models, where it is small: a table, a batch of indices."""
+        begin, early = (
+            self.on_first_cast,
+            not self._run.attempts and not self._run.stream.is_paused,
+        )  # by a module's cast
+        if begin is not None and early and casts_low(original.__name__, (tensor, *args), kwargs):
+            self.on_first_cast = None
+            begin()
         out = original(tensor, *args, **kwargs)
         low = isinstance(out, Tensor) and out.dtype in LOW_DTYPES and not tensor.is_complex()
         new = low and out is not tensor and not out.is_inference() and has_shadow(out)

@@ -8,9 +8,7 @@ from torch import Tensor
 
 from ..findings.events import BatchNotFinite
 from ..findings.pa201 import Diagnosis
-from ..measure import all_finite, key_of
-from ..records import Line
-from ..shadow.facts import Fact
+from ..measure import all_finite
 from ..shadow.remedies import Remedy
 from .run import Run
 from .scales import Scales
@@ -32,8 +30,6 @@ class Soundness:
         self._held_back: Diagnosis | None = None
         """What a scale of the script's own brought about: a disease if the step is taken all the same."""
         self._versions: list[int] | None = None
-        self._before: dict[Line, Fact] = {}
-        """By lines that compute with what was not finite, what made it so before the models ran."""
 
     def check(self, losses: list[Tensor]) -> None:
         """After a backward pass from these."""
@@ -83,11 +79,6 @@ class Soundness:
             # A model made of torch's modules only: the line that called it, which a replay does not run.
             file, line = run.tape.called_at(origin.module, run.names.get)
             origin = replace(origin, file=file, line=line)
-        before = self._made_before((origin.file, origin.line)) if origin.from_data else None
-        if before is not None:
-            place, (fix, tried) = before.place, trials.cure(before, bool(self._scales.sessions))
-            origin = replace(origin, op=before.op, module=place.module, file=place.file, line=place.line, inputs=())
-            return Diagnosis(replace(origin, from_data=False, kind="inf"), run.step, fact=before, fix=fix, tried=tried)
         if origin.from_data or by_scale:
             samples, cast = (run.tape.samples(), run.tape.readings.overflowed()) if origin.from_data else ((), None)
             return Diagnosis(origin, run.step, by_scale, samples, cast=cast)
@@ -102,18 +93,6 @@ class Soundness:
             return Diagnosis(origin, run.step, tried="no line was found that leads there" if plain.meant else not_there)
         fix, tried = trials.cure(known[0], bool(self._scales.sessions))
         return Diagnosis(origin, run.step, fact=known[0], fix=fix, tried=tried)
-
-    def _made_before(self, consumer: Line) -> Fact | None:
-        """What made an input of the step infinite, before a model ran, though float32 would not have.
-
-        Where the step is not looked at, what did so in one that was, if the same line is first to compute with it.
-        """
-        causes = {} if self._run.shadowed is None else self._run.shadowed.causes
-        for tensor in self._run.tape.inputs():
-            one = causes.get(key_of(tensor))
-            if one is not None and one.kind == "not finite" and one.op != "_to_copy" and not tensor.isfinite().all():
-                self._before.setdefault(consumer, one)
-        return self._before.get(consumer)
 
     def _overflowed(self, found: Diagnosis, scale: float) -> None:
         """The scale alone is the cause: a scaler skips such a step."""

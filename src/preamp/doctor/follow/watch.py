@@ -78,7 +78,7 @@ class Watch:
         patches.wrap(sys, "excepthook", self._uncaught)
         self._silence("Using `torch.compile")
         self._hook_calls()
-        self._inspection.wait(0)
+        self._precision.on_first_cast = lambda: self._inspection.wait(0)
 
     def _silence(self, message: str) -> None:
         """Keep a warning about our hooks from the script's output."""

@@ -143,7 +143,7 @@ class Applied(TorchFunctionMode):
         if in_place or name in _CASTS - CASTS:
             return self._beside(func, args, kwargs)
         at, module = walk(None).source, self._module()
-        if self._remedy.casts != "kept" and _casts(name, args, kwargs) and self._remedy.covers(at, module):
+        if self._remedy.casts != "kept" and casts_low(name, args, kwargs) and self._remedy.covers(at, module):
             return args[0].float()
         as_another = any(isinstance(each, Tensor) for each in args[1:])  # which is float32 by the remedy
         if (name in CASTS and not as_another) or not self._remedy.computes(at, module):
@@ -186,7 +186,7 @@ class Applied(TorchFunctionMode):
         return args, kwargs
 
 
-def _casts(name: str, args: Any, kwargs: Any) -> bool:
+def casts_low(name: str, args: Any, kwargs: Any) -> bool:
     """Whether a method casts to 16 bits."""
     to = [getattr(each, "dtype", each) for each in (*args[1:], *kwargs.values())]
     return name in ("half", "bfloat16") or (name in CASTS and any(dtype in LOW_DTYPES for dtype in to))
