@@ -116,7 +116,7 @@ class Precision:
         begin, early = (
             self.on_first_cast,
             not self._run.attempts and not self._run.stream.is_paused,
-        )  # by a module's cast
+        )
         if begin is not None and early and casts_low(original.__name__, (tensor, *args), kwargs):
             self.on_first_cast = None
             begin()
