@@ -86,6 +86,71 @@ def test_a_step_whose_backward_begins_inside_it(level: str, library: str, how: s
         run.check(1)
 
 
+@over(level=[*SCALED, *PLAIN], library=LIBRARIES, backward=["session", "loss"])
+def test_a_closure_of_an_optimizer_that_the_session_does_not_have(level: str, library: str, backward: str) -> None:
+    """Its gradients come inside the step: scaled, or of 16-bit copies."""
+    run = Run(level, library)
+    other = LIBRARIES[library].SGD(run.model.parameters(), lr=0.1)
+
+    def closure() -> Tensor:
+        loss = run.loss()
+        run.session.backward(loss) if backward == "session" else loss.backward()
+        return loss
+
+    if level in SCALED or level == "O5":
+        with pytest.raises(SessionError, match=r"does not have.*inside session\.full_precision"):
+            other.step(closure)
+        run.unmoved()
+    else:
+        other.step(closure)
+        run.check(1)
+
+
+@over(level=[*SCALED, *PLAIN], library=LIBRARIES, whose=["own", "other"], how=["step", "closure"],
+      backward=["session", "loss"])  # fmt: skip
+def test_steps_by_the_caller_in_full_precision(level: str, library: str, whose: str, how: str, backward: str) -> None:
+    run = Run(level, library)
+    mine = run.optimizers[0] if whose == "own" else LIBRARIES[library].SGD(run.model.parameters(), lr=0.1)
+
+    def closure() -> Tensor:
+        loss: Tensor = run.model(torch.randn(16, 8, generator=torch.Generator().manual_seed(1))).square().mean()
+        run.session.backward(loss) if backward == "session" else loss.backward()
+        return loss
+
+    def step() -> None:
+        with run.session.full_precision():
+            if how == "step":
+                closure()
+            mine.step(closure) if how == "closure" else mine.step()
+
+    if level in SCALED and backward == "session":
+        with pytest.raises(SessionError, match="multiplie"):
+            step()
+        run.unmoved()
+    else:
+        step()
+        run.check(1)
+
+
+@over(level=[*SCALED, *PLAIN], library=LIBRARIES, clear=["session", "optimizer", "model", "load"])
+def test_the_rest_of_a_graph_after_gradients_were_read_and_cleared(level: str, library: str, clear: str) -> None:
+    """Gradients of each task, one after the other, as PCGrad takes them."""
+    run = Run(level, library, layers=2)
+    first, second = run.loss(), run.loss(2)
+    both = first + second
+    run.session.backward(both, retain_graph=True)
+    run.session.unscale_()
+    if clear == "load":
+        run.session.load_state_dict(run.session.state_dict())
+        run.model.zero_grad()
+    else:
+        for each in {"session": [run.session], "model": [run.model]}.get(clear, run.optimizers):
+            each.zero_grad()
+    run.session.backward(both)
+    run.session.step()
+    run.check(1, 2)
+
+
 @over(level=[*SCALED, *PLAIN], library=LIBRARIES)
 def test_steps_of_the_session_in_hooks_of_a_backward_pass(level: str, library: str) -> None:
     run = Run(level, library, layers=2)

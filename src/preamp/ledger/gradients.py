@@ -24,7 +24,7 @@ from ..parallel import Agreement
 from ..sharding import placed_as
 from .leaves import dtype_of_gradient, gradients_of, parameters_of
 from .masters import Masters
-from .record import Owned, Record, WideSums, is_marked, mark
+from .record import Owned, Record, WideSums, is_marked
 from .swap import hand_over
 
 _VERSION, _PARAMS = attrgetter("_version"), attrgetter("params")
@@ -313,12 +313,8 @@ class Gradients:
 
     # -- true, and stepped
 
-    def mark_stepped(self, optimizer: Optimizer) -> None:
-        """Mark the first gradient of an optimizer as used by a step."""
-        mark(gradients_of(optimizer)[:1], "_preamp_stepped")
-
     def is_due(self, optimizer: Optimizer) -> bool:
-        """Whether an optimizer has gradients that no step has used."""
+        """Whether an optimizer has gradients that no step has used; one that has marks the first."""
         first = next((p.grad for p in parameters_of(optimizer) if p.grad is not None), None)
         return first is not None and not is_marked(first, "_preamp_stepped")
 
@@ -351,15 +347,16 @@ class Gradients:
         wide = self._sums and any(map(self._sums.__contains__, parameters_of(optimizer)))
         return not wide and not self.records[optimizer].true
 
-    def forget(self, optimizer: Optimizer) -> None:
-        """Drop the record: the optimizer has stepped, or its gradients were cleared."""
+    def forget(self, optimizer: Optimizer, stepped: bool = False) -> None:
+        """Drop the record: the optimizer has `stepped`, or its gradients were cleared."""
         record = self.records.pop(optimizer, None)
         if not self._sums and (record is None or not record.true) and not self._masters.inside:
             return
         for parameter in parameters_of(optimizer):
             self._sums.forget(parameter)
         inverse = record.inverse if record is not None and record.true else None
-        self._masters.swap_out(parameters_of(optimizer), None if inverse is None else reciprocal(inverse))
+        scale = None if inverse is None else reciprocal(inverse)  # and a backward pass may be due still
+        self._masters.swap_out(parameters_of(optimizer), scale, lazily=not stepped)
 
 
 def _times(norm: Tensor, factor: Tensor | None) -> Tensor:

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from ..errors import PreampWarning, SessionError
 from ..kernels import multiply_, present_in
-from ..ledger import Gradients, Masters, is_marked, mark, parameters_of
+from ..ledger import Gradients, Masters, gradients_of, is_marked, mark, parameters_of
 from ..scaling import LossScale
 from ..sharding import agreed_largest
 from ._losses import Losses, PendingScales
@@ -70,6 +70,11 @@ class CallOrder:
         """Check before a backward pass that somebody steps its gradients, and that they fit those that are there."""
         if not self._optimizers and (self._losses.scaled or len(self._masters)):
             self._nobody_steps()
+        if self._full.depth and self._full.closed_over and self._losses.scaled:
+            raise SessionError(
+                "backward() by the session inside full_precision(), where an optimizer steps by itself with a closure: "
+                "it would take gradients that are multiplied by the loss scale. Write loss.backward() in its place"
+            )
         for parameter in () if self._full.depth else chain.from_iterable(self._seen.values()):
             if parameter.grad is not None and is_marked(parameter.grad, "_preamp_plain"):
                 raise SessionError(
@@ -233,9 +238,8 @@ class CallOrder:
     def stepped(self, chosen: Sequence[Optimizer]) -> None:
         """Mark gradients as used by a step."""
         for each in chosen:
-            if not self._losses.scaled:
-                self._gradients.mark_stepped(each)
-            mark([parameter.grad for parameter in self._seen.get(each, ())], "_preamp_used")
+            some = [parameter.grad for parameter in self._seen.get(each, ())]
+            mark(some or gradients_of(each)[:1], "_preamp_stepped")
 
     def scaled_pass(self, loss: Tensor, scale: LossScale) -> None:
         """Prepare a scaled backward pass: gradients that a step has used, and unscaled, are scaled again.
@@ -244,7 +248,7 @@ class CallOrder:
         """
         self._others.find(loss)
         for each, some in () if self._losses.separate_scales else self._seen.items():
-            used = [p for p in some if p.grad is not None and is_marked(p.grad, "_preamp_used")]
+            used = [p for p in some if p.grad is not None and is_marked(p.grad, "_preamp_stepped")]
             if used:
                 present = present_in([p for p in parameters_of(each) if p not in self._masters])[1]
                 multiply_(present, scale.current(self._gradients.device))

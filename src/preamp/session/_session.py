@@ -202,14 +202,15 @@ class Session:
         if not self._in_regions and not self._full.depth:  # of the first loss only
             self._in_regions = True
             warn_outside(loss, self.policy, self._full)
-        if self._full.depth and self.policy.params is not torch.float32:
-            checks.check_exchanged(self._models.values())
-        if not self._full.counted():
+        if not self._full.depth:
             self._gradients.rest()
+        elif self.policy.params is not torch.float32:
+            checks.check_exchanged(self._models.values())
         for each in self._optimizers.values() if self._released is not None else ():
             self._gradients.follow(each)
         self._joining.check()
         self._order.check_backward()
+        self._full.counts = self._full.depth > 0
         self._settle(name)
         if self._losses.scaled:
             self._order.scaled_pass(loss, self._losses[name])
@@ -331,8 +332,7 @@ class Session:
             parameters, read, norm, host_skipped = take(chosen, self._check_stepping)
         finally:
             torch.clear_autocast_cache()  # of a region that is open still: casts of weights as they were
-            for part in self._parts:  # weights that an evaluation since backward has gathered are out of date
-                part.reshard()
+            self._reshard()  # weights that an evaluation since backward has gathered are out of date
         self._order.stepped(chosen)
         if self._masters.rounded is not None:
             checks.warn_rounded(self._masters)
