@@ -67,7 +67,7 @@ class OptimizerSteps:
                 Optimizer.__setstate__(each, {})
             self._handles.append(each.register_load_state_dict_pre_hook(self._before_load))
             self._handles.append(each.register_load_state_dict_post_hook(self._after_load))
-        _OPEN.add(self)
+        OPEN.add(self)
         self._modes = [
             (each, name, *self._in_float32(each, name)) for each in self.optimizers for name in modes_of(each)
         ]
@@ -176,6 +176,7 @@ class OptimizerSteps:
         if self._stepping is not None or not (self._losses.scaled or self._masters.wanted):
             return
         scaled: set[Tensor] = self.others.scaled() if self._losses.scaled else set()
+        self.others.met = True
         waiting = self._may_be_scaled(with_closure) and not self._losses.separate_scales
         for each in self.optimizers if waiting else ():
             if each not in self._gradients.records or not self._gradients.records[each].true:
@@ -207,7 +208,7 @@ class OptimizerSteps:
 
     def close(self) -> None:
         """Release the optimizers; those of `preamp.optim` get their own masters again by `take_states_back`."""
-        _OPEN.discard(self)
+        OPEN.discard(self)
         for handle in self._handles:
             handle.remove()
         for optimizer, name, ours, before in self._modes:
@@ -225,41 +226,38 @@ class OptimizerSteps:
                 state_like_parameters(each)
 
 
-class _OpenSessions:
+class _OpenSessions(weakref.WeakSet[OptimizerSteps]):
     """Asks open sessions before any optimizer of the process steps: theirs, or another.
 
     One hook serves all sessions. The end of a session that nobody closed does not remove it: the garbage collector may
     run at any line, also while torch iterates over its hooks.
     """
 
-    def __init__(self) -> None:
-        self._open: list[weakref.ref[OptimizerSteps]] = []
-        self._handle: Any = None
+    _handle: Any = None
 
     def add(self, steps: OptimizerSteps) -> None:
-        self._open.append(weakref.ref(steps))
+        super().add(steps)
         self._handle = self._handle or register_optimizer_step_pre_hook(self._before_step)
 
     def discard(self, steps: OptimizerSteps) -> None:
-        self._open = [known for known in self._open if known() not in (None, steps)]
-        if self._handle is not None and not self._open:
+        super().discard(steps)
+        if self._handle is not None and not self:
             self._handle.remove()
             self._handle = None
 
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        every = [steps for known in self._open if (steps := known()) is not None]
         with_closure = any(map(callable, (*args, *kwargs.values())))
-        for steps in every:
+        for steps in self:
             if optimizer in steps.optimizers:  # of one session: they share no parameters
                 steps.before_own_step(optimizer, with_closure)
                 return
-        for steps in every:
+        for steps in self:
             steps.before_step_of_another(optimizer, with_closure)
 
     _before_step.changes_nothing = True  # type: ignore[attr-defined]
 
 
-_OPEN = _OpenSessions()
+OPEN = _OpenSessions()
 
 
 def modes_of(optimizer: Optimizer) -> tuple[str, ...]:
