@@ -310,6 +310,38 @@ def test_an_optimizer_without_gradients(level: str, library: str) -> None:
     assert moved[0].any() and not moved[1].any()
 
 
+@over(level=[*SCALED, *PLAIN], library=LIBRARIES, read=["not", "unscale_", "clip_grad_norm_", "clip_grad_value_"],
+      group=["new", "same", "another"])  # fmt: skip
+def test_parameters_that_join_between_backward_and_step(level: str, library: str, read: str, group: str) -> None:
+    """With gradients as backward left them; those that leave are not stepped."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 8, bias=False), nn.Linear(8, 8, bias=False))
+    start = [p.detach().clone() for p in model.parameters()]
+    model[1].weight.requires_grad_(False)
+    optimizer = LIBRARIES[library].SGD(model[0].parameters(), lr=0.1)
+    scale = {"scale": 1024.0} if level in SCALED else {}
+    with preamp.prepare(model, optimizer, level=level, **scale) as session:
+        model[1].weight.requires_grad_(True)
+        with session.autocast():
+            loss = model(torch.ones(4, 8)).float().square().mean()
+        session.backward(loss)
+        if read != "not":
+            getattr(session, read)(*((1e3,) if "clip" in read else ()))
+        if group == "new":
+            optimizer.add_param_group({"params": [model[1].weight]})
+        else:
+            own = optimizer.param_groups[0]
+            own["params"] = [*(own["params"] if group == "same" else ()), model[1].weight]
+        session.step()
+    reference = nn.Sequential(nn.Linear(8, 8, bias=False), nn.Linear(8, 8, bias=False))
+    for parameter, value in zip(reference.parameters(), start, strict=True):
+        parameter.data.copy_(value)
+    reference(torch.ones(4, 8)).square().mean().backward()
+    for index, (now, was, p) in enumerate(zip(model.parameters(), start, reference.parameters(), strict=True)):
+        right = 0 if group == "another" and index == 0 else -0.1 * p.grad
+        assert (now - was - right).norm() <= 0.02 * p.grad.norm() * 0.1
+
+
 @over(level=[*SCALED, *PLAIN], library=LIBRARIES, call=["clip_grad_norm_", "clip_grad_value_", "unscale_", "step",
       "zero_grad"])  # fmt: skip
 def test_what_is_meant_for_gradients_that_are_put_aside(level: str, library: str, call: str) -> None:
