@@ -212,7 +212,8 @@ class Masters:
             leaf = self._leaves[parameter]
             if leaf.other is not None:
                 # an optimizer may have put another tensor there; not `.data`, whose writes autograd would not notice
-                leaf.stored = leaf.other.detach()
+                now = leaf.other.detach()
+                leaf.stored = now if now.dtype is torch.float32 else self._of_weight(leaf.stored, now)  # it was cast
         written = [p for p in parameters if not lazily or not agrees(p, self._leaves[p])]
         if written:
             masters = [held_here(self._leaves[p].stored) for p in written]
