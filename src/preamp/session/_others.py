@@ -6,7 +6,6 @@ import functools
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from itertools import chain
-from operator import attrgetter
 from typing import Any
 
 import torch
@@ -17,7 +16,7 @@ from ..autocast import nodes_behind
 from ..ledger import is_marked, mark, parameters_of
 from ..modules import Conversion
 
-_MARK, _UNSTEPPED = "_preamp_scaled", attrgetter("unstepped")
+_MARK = "_preamp_scaled"
 _engine: Any = torch.autograd.Variable._execution_engine
 
 
@@ -37,7 +36,7 @@ class OtherLeaves:
 
     def __iter__(self) -> Iterator[Tensor]:
         found = [leaf for known in self._found.values() if (leaf := known()) is not None] if self._found else ()
-        return chain(*map(_UNSTEPPED, self._conversions), found)
+        return chain(*(each.unstepped for each in self._conversions), found)
 
     def find(self, loss: Tensor) -> None:
         """Look, now and then, for leaves that the scaled backward pass of a loss will reach."""

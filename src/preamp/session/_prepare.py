@@ -88,6 +88,8 @@ def prepare(
         )
     models = {name: unwrap(each) for name, each in named_values(model, "model").items()}
     given = {} if optimizer is None else named_values(optimizer, "optimizer")
+    if given and torch.is_inference_mode_enabled():
+        raise SessionError("prepare() in torch.inference_mode(): torch trains no tensor made there. Call it outside")
     optimizers = {name: unwrap(each) for name, each in given.items()}
     _check_kinds(models, optimizers)
     _check_parameters(models, optimizers)

@@ -10,7 +10,6 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from operator import attrgetter
 from typing import Any, TypeVar
 
 import torch
@@ -29,7 +28,6 @@ from ..sharding import sharded_parts
 from ._checks import check_hooks
 
 F = TypeVar("F", bound=Callable[..., Any])
-_LEARNING = attrgetter("learning")
 
 
 class SessionRegion(autocast):
@@ -221,7 +219,7 @@ class Joining:
     def __call__(self) -> None:
         self.check()
         groups = [group["params"] for optimizer in self._optimizers for group in optimizer.param_groups]
-        seen = sum(map(_LEARNING, self._conversions)), sum(map(len, groups))
+        seen = sum(each.learning for each in self._conversions), sum(map(len, groups))
         if seen != self._seen:
             self._seen, stepped = seen, set(itertools.chain.from_iterable(groups))
             rebuild_reducers({p for conversion in self._conversions for p in conversion.join(stepped)})

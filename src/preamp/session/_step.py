@@ -7,7 +7,6 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache, reduce, wraps
 from itertools import chain
-from operator import attrgetter
 from typing import Any
 
 import torch
@@ -28,8 +27,6 @@ from ._checks import check_own_step, check_step_of_another
 from ._losses import Losses, PendingScales
 from ._others import OtherLeaves
 from ._regions import FullPrecision
-
-_PARAMETERS, _READING = attrgetter("parameters"), attrgetter("reading")
 
 Check = Callable[[Sequence[Parameter]], None]
 """Checks the parameters with gradients that are about to be stepped."""
@@ -107,7 +104,7 @@ class OptimizerSteps:
         # of several not: a hook around the step of one may change the gradients of another after they were copied
         records = [self.read(each, steps_next=len(chosen) == 1) for each in chosen]
         norm = self._gradients.norm_of_all(chosen)
-        parameters = list(chain.from_iterable(map(_PARAMETERS, records)))
+        parameters = list(chain.from_iterable(each.parameters for each in records))
         check(parameters)
         skipped: list[bool | None] = []
         try:
@@ -118,7 +115,7 @@ class OptimizerSteps:
             raise
         for each in chosen:
             self._gradients.forget(each, stepped=True)
-        read = reduce(Reading.merged, map(_READING, records))
+        read = reduce(Reading.merged, (each.reading for each in records))
         return parameters, read, norm, None if None in skipped else any(skipped)
 
     def take(self, optimizer: Optimizer, found: Tensor) -> bool | None:
