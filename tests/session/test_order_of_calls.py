@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -292,6 +293,35 @@ def test_one_optimizer_stepped_twice(level: str, library: str) -> None:
         run.session.step(b)
         (moved, _), (right, _) = run.moved(), run.true_step(1)
         assert (moved - 2 * right).norm() < 0.02 * right.norm()
+
+
+@over(level=[*SCALED, *PLAIN], library=LIBRARIES, between=["step", "load", "unscale and load"])
+def test_gradients_that_nobody_clears_while_the_scale_changes(level: str, library: str, between: str) -> None:
+    """Later ones are added to them, as in torch: to those that a step has used, or that come before a load."""
+    scale = {"scale": preamp.DynamicScale(init_scale=2.0**8, growth_interval=1)} if level in SCALED else {}
+    torch.manual_seed(0)
+    model, reference = nn.Linear(8, 8), nn.Linear(8, 8)
+    reference.load_state_dict(model.state_dict())
+    run, plain = LIBRARIES[library].SGD(model.parameters(), lr=0.1), torch.optim.SGD(reference.parameters(), lr=0.1)
+    with preamp.prepare(model, run, level=level, **scale) as session:
+        early = copy.deepcopy(session.state_dict())
+        for turn in range(4):
+            x = torch.randn(16, 8, generator=torch.Generator().manual_seed(turn))
+            with session.autocast():
+                loss = model(x).float().square().mean()
+            session.backward(loss)
+            reference(x).square().mean().backward()
+            if between == "step" or turn == 3:
+                session.step()
+                plain.step()
+            elif turn == 1:
+                if between == "unscale and load":
+                    session.unscale_()
+                masters = copy.deepcopy(session.state_dict()["masters"])
+                losses = {"loss": {**early["losses"]["loss"], **({"scale": 2.0**5} if level in SCALED else {})}}
+                session.load_state_dict({**early, "losses": losses, "masters": masters})
+    for seen, right in zip(model.parameters(), reference.parameters(), strict=True):
+        assert (seen - right).norm() < 0.02 * right.norm()
 
 
 @over(level=[*SCALED, *PLAIN], library=LIBRARIES)

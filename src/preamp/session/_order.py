@@ -46,6 +46,7 @@ class CallOrder:
         self.ours = 0
         """How many of the session's backward passes are running."""
         self._seen: dict[Optimizer, list[Parameter]] = {}
+        self._scales: dict[Optimizer, Tensor] = {}
         self._hooks: list[Any] = []
         self._looks, self.changed = 0 if losses.separate_scales else 8, False
         """In how many more steps changes of scaled gradients are looked for, and whether the last one had some."""
@@ -235,23 +236,21 @@ class CallOrder:
             "session.step(optimizer) of the others"
         )
 
-    def stepped(self, chosen: Sequence[Optimizer]) -> None:
-        """Mark gradients as used by a step."""
+    def stepped(self, chosen: Sequence[Optimizer], scale: Tensor) -> None:
+        """Mark gradients as used by a step, under this loss scale."""
         for each in chosen:
+            self._scales[each] = scale
             some = [parameter.grad for parameter in self._seen.get(each, ())]
             mark(some or gradients_of(each)[:1], "_preamp_stepped")
 
     def scaled_pass(self, loss: Tensor, scale: LossScale) -> None:
-        """Prepare a scaled backward pass: gradients that a step has used, and unscaled, are scaled again.
-
-        Nobody has cleared them, and more is about to be added.
-        """
+        """Prepare a scaled backward pass: gradients that a step has used, and nobody has cleared, get its scale."""
         self._others.find(loss)
         for each, some in () if self._losses.separate_scales else self._seen.items():
-            used = [p for p in some if p.grad is not None and is_marked(p.grad, "_preamp_stepped")]
-            if used:
-                present = present_in([p for p in parameters_of(each) if p not in self._masters])[1]
-                multiply_(present, scale.current(self._gradients.device))
+            if [p for p in some if p.grad is not None and is_marked(p.grad, "_preamp_stepped")]:
+                now, every = scale.current(self._gradients.device), list(parameters_of(each))
+                multiply_(present_in([p for p in every if p not in self._masters])[1], now)
+                multiply_(present_in(self._masters.among(every))[1], now / self._scales[each])  # no step unscales them
 
     def _check_scaled_somewhere(self, ran: Sequence[str]) -> None:
         """Check before the first step that some stage has scaled its loss; a host sync."""

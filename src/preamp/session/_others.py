@@ -6,6 +6,7 @@ import functools
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from itertools import chain
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -36,7 +37,7 @@ class OtherLeaves:
 
     def __iter__(self) -> Iterator[Tensor]:
         found = [leaf for known in self._found.values() if (leaf := known()) is not None] if self._found else ()
-        return chain(*(each.unstepped for each in self._conversions), found)
+        return chain(*map(attrgetter("unstepped"), self._conversions), found)
 
     def find(self, loss: Tensor) -> None:
         """Look, now and then, for leaves that the scaled backward pass of a loss will reach."""

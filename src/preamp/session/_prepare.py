@@ -211,7 +211,7 @@ def _check_kinds(models: dict[str, Any], optimizers: dict[str, Any]) -> None:
             )
         if any(optimizer in steps.optimizers for steps in OPEN):
             raise SessionError(
-                f"{_called(name, optimizer)} is an open session's: close() that first, or give one prepare() all models"
+                f"{_called(name, optimizer)} has an open session: close() that, or prepare() both at once"
             )
     if len({id(o) for o in optimizers.values()}) < len(optimizers):
         raise SessionError("the same optimizer is given twice")

@@ -219,7 +219,7 @@ class Joining:
     def __call__(self) -> None:
         self.check()
         groups = [group["params"] for optimizer in self._optimizers for group in optimizer.param_groups]
-        seen = sum(each.learning for each in self._conversions), sum(map(len, groups))
+        seen = sum([each.learning for each in self._conversions]), sum(map(len, groups))
         if seen != self._seen:
             self._seen, stepped = seen, set(itertools.chain.from_iterable(groups))
             rebuild_reducers({p for conversion in self._conversions for p in conversion.join(stepped)})

@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from ..compiling import traced_by_callers, uncompiled
 from ..errors import SessionError
 from ..frameworks import unwrap
-from ..kernels import clip_values_
+from ..kernels import clip_values_, multiply_
 from ..ledger import Gradients, Masters, clear_gradients, dtype_of_gradient, gradients_of
 from ..modules import Conversion
 from ..optim import FusedOptimizer
@@ -333,7 +333,7 @@ class Session:
         finally:
             torch.clear_autocast_cache()  # of a region that is open still: casts of weights as they were
             self._reshard()  # weights that an evaluation since backward has gathered are out of date
-        self._order.stepped(chosen)
+        self._order.stepped(chosen, scale)
         if self._masters.rounded is not None:
             checks.warn_rounded(self._masters)
         names = functools.partial(checks.names_of, parameters, self._named)
@@ -448,10 +448,14 @@ class Session:
         """
         self._check_open()
         checks.check_state(state, str(self.policy), self._losses)
-        for each in self._optimizers.values():
-            self._gradients.forget(each)
+        self._gradients.rest()
         self._masters.load(state["masters"], self._named())
+        before = self._losses.shared.current(self._gradients.device)
         self._losses.load_state_dict(state["losses"])
+        ratio = self._losses.shared.current(self._gradients.device) / before
+        for each in self._optimizers.values() if self._pending.running else ():
+            if not self._pending.has_stepped(each):
+                multiply_(gradients_of(each), ratio)  # more may be added to them
         self._attempts, self._losses.skips = int(state["steps"]), Skips(int(state["skipped"]))
         self._steps.loads += 1
         self._pending.clear()

@@ -7,6 +7,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache, reduce, wraps
 from itertools import chain
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -104,7 +105,7 @@ class OptimizerSteps:
         # of several not: a hook around the step of one may change the gradients of another after they were copied
         records = [self.read(each, steps_next=len(chosen) == 1) for each in chosen]
         norm = self._gradients.norm_of_all(chosen)
-        parameters = list(chain.from_iterable(each.parameters for each in records))
+        parameters = list(chain.from_iterable(map(attrgetter("parameters"), records)))
         check(parameters)
         skipped: list[bool | None] = []
         try:
@@ -115,7 +116,7 @@ class OptimizerSteps:
             raise
         for each in chosen:
             self._gradients.forget(each, stepped=True)
-        read = reduce(Reading.merged, (each.reading for each in records))
+        read = reduce(Reading.merged, map(attrgetter("reading"), records))
         return parameters, read, norm, None if None in skipped else any(skipped)
 
     def take(self, optimizer: Optimizer, found: Tensor) -> bool | None:
