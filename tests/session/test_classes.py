@@ -164,6 +164,18 @@ def test_one_model_has_one_session(first: str, second: str) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:.*without masters")
+@over(level=LEVELS)
+def test_one_optimizer_has_one_session(level: str) -> None:
+    models = [mlp(), mlp()]
+    optimizer = torch.optim.SGD([p for model in models for p in model.parameters()], lr=0.1)
+    told = r"the SGD has an open session: .*prepare\(\) both at once"
+    for _ in range(2):
+        with preamp.prepare(models[0], optimizer, level=level), pytest.raises(SessionError, match=told):
+            preamp.prepare(models[1], optimizer, level=level)
+    assert all(p.dtype is torch.float32 for p in models[1].parameters())
+
+
+@pytest.mark.filterwarnings("ignore:.*without masters")
 @over(level=LEVELS, within=(False, True))
 def test_models_of_one_session_share_modules_in_a_list_of_both(level: str, within: bool) -> None:
     first = mlp()

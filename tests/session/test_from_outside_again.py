@@ -185,6 +185,27 @@ def test_nor_do_leaves_that_the_session_never_saw(what: str, level: str, backwar
         assert not torch.equal(leaf, before)
 
 
+@over(level=["O1", "O2"], backward=BACKWARD)
+def test_new_leaves_in_each_pass(level: str, backward: Any) -> None:
+    """Latent codes that are fitted to a model, each batch's by an optimizer of its own."""
+    model = two_layers()
+    with preamp.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), level=level) as session:
+        refused = []
+        for _ in range(8):
+            latent = batch().requires_grad_()
+            own = torch.optim.SGD([latent], lr=0.1)
+            with session.autocast():
+                loss = model(latent).float().square().mean()
+            backward(session, loss)
+            try:
+                own.step()
+            except SessionError:
+                refused.append(True)
+            session.step()
+            session.zero_grad()
+        assert len(refused) == 8
+
+
 @over(level=["O1", "O2"], order=["one by one", "both backward first"], backward=BACKWARD)
 def test_a_critic_beside_the_session_steps_gradients_of_its_own_loss(level: str, order: str, backward: Any) -> None:
     """The loss of the generator reaches it as well, and what that adds is cleared."""

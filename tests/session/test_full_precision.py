@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from functools import partial
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
@@ -9,7 +12,7 @@ from torch import nn
 import preamp
 
 from ..rows import over
-from .toys import LEVELS, backward, batch, loss_of, mlp, same, weights
+from .toys import LEVELS, MASTER_LEVELS, backward, batch, loss_of, mlp, same, train, weights
 
 
 def prepared(level: str) -> tuple[nn.Sequential, preamp.Session]:
@@ -109,3 +112,29 @@ def test_an_interrupt_leaves_a_session_that_casts(level: str, where: str, monkey
                 pass
         session.backward(loss_of(model, 0))
         assert not session.step().skipped and [p.dtype for p in model.parameters()] == dtypes
+
+
+MAKERS: dict[str, Any] = {
+    "torch": torch.optim.AdamW,
+    "preamp": preamp.optim.AdamW,
+    "split": partial(preamp.optim.AdamW, master="split"),
+}
+
+
+@over(kept=[(level, kind) for level in MASTER_LEVELS for kind in MAKERS if (level, kind) != ("O2", "split")],
+      cast=["half", "bfloat16", "double", "float"])  # fmt: skip
+def test_a_model_that_is_cast_inside_and_left_so(kept: tuple[str, str], cast: str) -> None:
+    """To save its weights in another dtype, say: masters stay float32, and training goes on."""
+    level, kind = kept
+    model = mlp(norm=False)
+    with preamp.prepare(model, MAKERS[kind](model.parameters(), 1e-3, eps=1e-4), level=level) as session:
+        train(session, model, range(3))
+        with session.full_precision(values_only=True):
+            before = weights(model)
+            getattr(model, cast)()
+        with session.full_precision(values_only=True):
+            for now, was in zip(model.parameters(), before, strict=True):
+                assert now.dtype is torch.float32
+                assert torch.equal(now, was) or (kind == "split" and torch.equal(now, getattr(was, cast)().float()))
+        train(session, model, range(3))
+    assert all(p.dtype is torch.float32 for p in model.parameters())

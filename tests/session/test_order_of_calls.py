@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -84,6 +85,71 @@ def test_a_step_whose_backward_begins_inside_it(level: str, library: str, how: s
     else:
         step()
         run.check(1)
+
+
+@over(level=[*SCALED, *PLAIN], library=LIBRARIES, backward=["session", "loss"])
+def test_a_closure_of_an_optimizer_that_the_session_does_not_have(level: str, library: str, backward: str) -> None:
+    """Its gradients come inside the step: scaled, or of 16-bit copies."""
+    run = Run(level, library)
+    other = LIBRARIES[library].SGD(run.model.parameters(), lr=0.1)
+
+    def closure() -> Tensor:
+        loss = run.loss()
+        run.session.backward(loss) if backward == "session" else loss.backward()
+        return loss
+
+    if level in SCALED or level == "O5":
+        with pytest.raises(SessionError, match=r"does not have.*inside session\.full_precision"):
+            other.step(closure)
+        run.unmoved()
+    else:
+        other.step(closure)
+        run.check(1)
+
+
+@over(level=[*SCALED, *PLAIN], library=LIBRARIES, whose=["own", "other"], how=["step", "closure"],
+      backward=["session", "loss"])  # fmt: skip
+def test_steps_by_the_caller_in_full_precision(level: str, library: str, whose: str, how: str, backward: str) -> None:
+    run = Run(level, library)
+    mine = run.optimizers[0] if whose == "own" else LIBRARIES[library].SGD(run.model.parameters(), lr=0.1)
+
+    def closure() -> Tensor:
+        loss: Tensor = run.model(torch.randn(16, 8, generator=torch.Generator().manual_seed(1))).square().mean()
+        run.session.backward(loss) if backward == "session" else loss.backward()
+        return loss
+
+    def step() -> None:
+        with run.session.full_precision():
+            if how == "step":
+                closure()
+            mine.step(closure) if how == "closure" else mine.step()
+
+    if level in SCALED and backward == "session":
+        with pytest.raises(SessionError, match="multiplie"):
+            step()
+        run.unmoved()
+    else:
+        step()
+        run.check(1)
+
+
+@over(level=[*SCALED, *PLAIN], library=LIBRARIES, clear=["session", "optimizer", "model", "load"])
+def test_the_rest_of_a_graph_after_gradients_were_read_and_cleared(level: str, library: str, clear: str) -> None:
+    """Gradients of each task, one after the other, as PCGrad takes them."""
+    run = Run(level, library, layers=2)
+    first, second = run.loss(), run.loss(2)
+    both = first + second
+    run.session.backward(both, retain_graph=True)
+    run.session.unscale_()
+    if clear == "load":
+        run.session.load_state_dict(run.session.state_dict())
+        run.model.zero_grad()
+    else:
+        for each in {"session": [run.session], "model": [run.model]}.get(clear, run.optimizers):
+            each.zero_grad()
+    run.session.backward(both)
+    run.session.step()
+    run.check(1, 2)
 
 
 @over(level=[*SCALED, *PLAIN], library=LIBRARIES)
@@ -229,6 +295,35 @@ def test_one_optimizer_stepped_twice(level: str, library: str) -> None:
         assert (moved - 2 * right).norm() < 0.02 * right.norm()
 
 
+@over(level=[*SCALED, *PLAIN], library=LIBRARIES, between=["step", "load", "unscale and load"])
+def test_gradients_that_nobody_clears_while_the_scale_changes(level: str, library: str, between: str) -> None:
+    """Later ones are added to them, as in torch: to those that a step has used, or that come before a load."""
+    scale = {"scale": preamp.DynamicScale(init_scale=2.0**8, growth_interval=1)} if level in SCALED else {}
+    torch.manual_seed(0)
+    model, reference = nn.Linear(8, 8), nn.Linear(8, 8)
+    reference.load_state_dict(model.state_dict())
+    run, plain = LIBRARIES[library].SGD(model.parameters(), lr=0.1), torch.optim.SGD(reference.parameters(), lr=0.1)
+    with preamp.prepare(model, run, level=level, **scale) as session:
+        early = copy.deepcopy(session.state_dict())
+        for turn in range(4):
+            x = torch.randn(16, 8, generator=torch.Generator().manual_seed(turn))
+            with session.autocast():
+                loss = model(x).float().square().mean()
+            session.backward(loss)
+            reference(x).square().mean().backward()
+            if between == "step" or turn == 3:
+                session.step()
+                plain.step()
+            elif turn == 1:
+                if between == "unscale and load":
+                    session.unscale_()
+                masters = copy.deepcopy(session.state_dict()["masters"])
+                losses = {"loss": {**early["losses"]["loss"], **({"scale": 2.0**5} if level in SCALED else {})}}
+                session.load_state_dict({**early, "losses": losses, "masters": masters})
+    for seen, right in zip(model.parameters(), reference.parameters(), strict=True):
+        assert (seen - right).norm() < 0.02 * right.norm()
+
+
 @over(level=[*SCALED, *PLAIN], library=LIBRARIES)
 def test_an_optimizer_without_gradients(level: str, library: str) -> None:
     run = Run(level, library, layers=2)
@@ -243,6 +338,38 @@ def test_an_optimizer_without_gradients(level: str, library: str) -> None:
         assert not run.session.step(run.optimizers[1]).skipped
     moved = run.moved()
     assert moved[0].any() and not moved[1].any()
+
+
+@over(level=[*SCALED, *PLAIN], library=LIBRARIES, read=["not", "unscale_", "clip_grad_norm_", "clip_grad_value_"],
+      group=["new", "same", "another"])  # fmt: skip
+def test_parameters_that_join_between_backward_and_step(level: str, library: str, read: str, group: str) -> None:
+    """With gradients as backward left them; those that leave are not stepped."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 8, bias=False), nn.Linear(8, 8, bias=False))
+    start = [p.detach().clone() for p in model.parameters()]
+    model[1].weight.requires_grad_(False)
+    optimizer = LIBRARIES[library].SGD(model[0].parameters(), lr=0.1)
+    scale = {"scale": 1024.0} if level in SCALED else {}
+    with preamp.prepare(model, optimizer, level=level, **scale) as session:
+        model[1].weight.requires_grad_(True)
+        with session.autocast():
+            loss = model(torch.ones(4, 8)).float().square().mean()
+        session.backward(loss)
+        if read != "not":
+            getattr(session, read)(*((1e3,) if "clip" in read else ()))
+        if group == "new":
+            optimizer.add_param_group({"params": [model[1].weight]})
+        else:
+            own = optimizer.param_groups[0]
+            own["params"] = [*(own["params"] if group == "same" else ()), model[1].weight]
+        session.step()
+    reference = nn.Sequential(nn.Linear(8, 8, bias=False), nn.Linear(8, 8, bias=False))
+    for parameter, value in zip(reference.parameters(), start, strict=True):
+        parameter.data.copy_(value)
+    reference(torch.ones(4, 8)).square().mean().backward()
+    for index, (now, was, p) in enumerate(zip(model.parameters(), start, reference.parameters(), strict=True)):
+        right = 0 if group == "another" and index == 0 else -0.1 * p.grad
+        assert (now - was - right).norm() <= 0.02 * p.grad.norm() * 0.1
 
 
 @over(level=[*SCALED, *PLAIN], library=LIBRARIES, call=["clip_grad_norm_", "clip_grad_value_", "unscale_", "step",

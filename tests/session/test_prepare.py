@@ -74,6 +74,19 @@ def test_frozen_parameters_in_a_session_without_an_optimizer(level: str, frozen:
                 out.sum().backward()
 
 
+@pytest.mark.filterwarnings("ignore:.*without masters")
+@pytest.mark.parametrize("level", LEVELS)
+def test_inference_mode_is_left_first(level: str) -> None:
+    model = mlp()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    with torch.inference_mode(), pytest.raises(SessionError, match=r"in torch\.inference_mode.*outside"):
+        preamp.prepare(model, optimizer, level=level)
+    with torch.inference_mode(), preamp.prepare(model, None, level=level) as session, session.autocast():
+        assert loss_of(model, 0).isfinite()
+    with preamp.prepare(model, optimizer, level=level) as session:
+        step(session, model, 0)
+
+
 def test_lazy_parameters_are_asked_for_first() -> None:
     model = nn.Sequential(nn.LazyLinear(3))
     with pytest.raises((PolicyError, SessionError), match=r"batch through the model|lazy"):

@@ -95,10 +95,10 @@ def test_a_load_that_fails_leaves_16_bit_parameters(level: str) -> None:
     session.close()
 
 
-@pytest.mark.parametrize("level", ["O2", "O5"])
-def test_going_back_by_16_bit_values_is_told(level: str) -> None:
+@pytest.mark.parametrize(("level", "kind"), [("O2", "torch"), ("O5", "torch"), ("O5", "split")])
+def test_going_back_by_16_bit_values_is_told(level: str, kind: str) -> None:
     """As fastai's lr_find does: it saves the model, tries learning rates, and loads it."""
-    model, _, session = prepared(level)
+    model, _, session = prepared(level, kind)
     train(session, model, [0])
     saved = copy.deepcopy(model.state_dict())
     train(session, model, [0])
@@ -126,23 +126,27 @@ def test_a_write_after_a_load_is_not_taken_for_it(level: str, first: str) -> Non
     session.close()
 
 
-@over(level=LEVELS, order=["model, optimizer, session", "session, optimizer, model", "in full precision"])
-def test_the_ways_to_go_back_that_lose_nothing_are_silent(level: str, order: str) -> None:
+@over(kept=[*((level, "torch") for level in LEVELS), ("O5", "split")],
+      order=["model, optimizer, session", "session, optimizer, model", "in full precision"])  # fmt: skip
+def test_the_ways_to_go_back_that_lose_nothing_are_silent(kept: tuple[str, str], order: str) -> None:
+    level, kind = kept
+
     def run(away: bool) -> list[Tensor]:
-        model, optimizer, session = prepared(level)
+        model, optimizer, session = prepared(level, kind)
         train(session, model, range(2))
         if away and order == "in full precision":
             with session.full_precision(values_only=True):
-                kept = copy.deepcopy(model.state_dict())
+                of_model = copy.deepcopy(model.state_dict())
         else:
-            kept = copy.deepcopy(model.state_dict())
-        states = {"model": kept, "optimizer": optimizer.state_dict(), "session": session.state_dict()}
+            of_model = copy.deepcopy(model.state_dict())
+        states = {"model": of_model, "optimizer": optimizer.state_dict(), "session": session.state_dict()}
         states = copy.deepcopy(states)
         if away:
             train(session, model, range(3))
             if order == "in full precision":
                 with session.full_precision(values_only=True):
-                    model.load_state_dict(kept)
+                    model.load_state_dict(of_model)
+                optimizer.load_state_dict(states["optimizer"])
             else:
                 parts = {"model": model, "optimizer": optimizer, "session": session}
                 for name in order.split(", "):

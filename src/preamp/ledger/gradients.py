@@ -24,10 +24,10 @@ from ..parallel import Agreement
 from ..sharding import placed_as
 from .leaves import dtype_of_gradient, gradients_of, parameters_of
 from .masters import Masters
-from .record import Owned, Record, WideSums, is_marked, mark
+from .record import Owned, Record, WideSums, is_marked
 from .swap import hand_over
 
-_VERSION, _PARAMS = attrgetter("_version"), attrgetter("params")
+_PARAMS = attrgetter("params")
 
 
 class Gradients:
@@ -86,16 +86,15 @@ class Gradients:
 
         Gradients that were cleared stay cleared, whatever cleared them. A later step reads them again.
         """
-        for optimizer in self._optimizers if self.records else ():
-            record = self.records.pop(optimizer, None)
-            if record is not None and record.true:
-                self._rest_true(record)
-            elif record is not None and record.clip is not None:
-                self._shrink(record, record.clip)
+        for optimizer in list(self.records):
+            self._rest(self.records.pop(optimizer))
         if self._masters.inside:  # an interrupt left them in place
             self._masters.swap_out()
 
-    def _rest_true(self, record: Record) -> None:
+    def _rest(self, record: Record) -> None:
+        if not record.true:
+            self._shrink(record)
+            return
         scale = None if record.inverse is None else reciprocal(record.inverse)
         totals = {p: p.grad for p in record.kept if p.grad is not None}
         others = [p for p in record.parameters if p not in self._masters]
@@ -107,12 +106,12 @@ class Gradients:
         for parameter, total in totals.items():
             self._sums.show(parameter, total)
 
-    def _shrink(self, record: Record, clip: Tensor) -> None:
+    def _shrink(self, record: Record) -> None:
         """Apply the clipping of the step to gradients that were not cleared or written since."""
+        if (clip := record.clip) is None:
+            return
         rest = []
-        for parameter in present_in(record.parameters)[0]:
-            grad = parameter.grad
-            assert grad is not None
+        for parameter, grad in zip(*present_in(record.parameters), strict=True):
             if record.clipped.get(id(grad)) != grad._version:
                 continue
             if parameter in self._masters:  # its 16 bits would not hold all of that
@@ -201,6 +200,9 @@ class Gradients:
         the last bit of the norm depends on their layout, so do not use it for clipping.
         """
         record = self.records.get(optimizer)
+        if record is not None and not record.leaves.is_of(list(parameters_of(optimizer))):
+            self._rest(self.records.pop(optimizer))  # gradients of those that have joined are as backward left them
+            record = None
         if record is None:
             own, home = self._of(optimizer), self.device
             if own.agreement is None and not self._sums:
@@ -305,20 +307,15 @@ class Gradients:
                 multiply_(gradients_of(each), coefficient)
             else:
                 record.clip = coefficient if record.clip is None else record.clip * coefficient
-                gradients = gradients_of(each)
-                record.clipped = dict(zip(map(id, gradients), map(_VERSION, gradients), strict=True))
+                record.clipped = {id(gradient): gradient._version for gradient in gradients_of(each)}
             if found is not None:
                 record.reading = replace(record.reading, found=found)
         return norm
 
     # -- true, and stepped
 
-    def mark_stepped(self, optimizer: Optimizer) -> None:
-        """Mark the first gradient of an optimizer as used by a step."""
-        mark(gradients_of(optimizer)[:1], "_preamp_stepped")
-
     def is_due(self, optimizer: Optimizer) -> bool:
-        """Whether an optimizer has gradients that no step has used."""
+        """Whether an optimizer has gradients that no step has used; one that has marks the first."""
         first = next((p.grad for p in parameters_of(optimizer) if p.grad is not None), None)
         return first is not None and not is_marked(first, "_preamp_stepped")
 
@@ -351,15 +348,16 @@ class Gradients:
         wide = self._sums and any(map(self._sums.__contains__, parameters_of(optimizer)))
         return not wide and not self.records[optimizer].true
 
-    def forget(self, optimizer: Optimizer) -> None:
-        """Drop the record: the optimizer has stepped, or its gradients were cleared."""
+    def forget(self, optimizer: Optimizer, stepped: bool = False) -> None:
+        """Drop the record: the optimizer has `stepped`, or its gradients were cleared."""
         record = self.records.pop(optimizer, None)
         if not self._sums and (record is None or not record.true) and not self._masters.inside:
             return
         for parameter in parameters_of(optimizer):
             self._sums.forget(parameter)
         inverse = record.inverse if record is not None and record.true else None
-        self._masters.swap_out(parameters_of(optimizer), None if inverse is None else reciprocal(inverse))
+        scale = None if inverse is None else reciprocal(inverse)  # and a backward pass may be due still
+        self._masters.swap_out(parameters_of(optimizer), scale, lazily=not stepped)
 
 
 def _times(norm: Tensor, factor: Tensor | None) -> Tensor:

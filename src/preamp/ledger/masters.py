@@ -212,7 +212,8 @@ class Masters:
             leaf = self._leaves[parameter]
             if leaf.other is not None:
                 # an optimizer may have put another tensor there; not `.data`, whose writes autograd would not notice
-                leaf.stored = leaf.other.detach()
+                now = leaf.other.detach()
+                leaf.stored = now if now.dtype is torch.float32 else self._of_weight(leaf.stored, now)  # it was cast
         written = [p for p in parameters if not lazily or not agrees(p, self._leaves[p])]
         if written:
             masters = [held_here(self._leaves[p].stored) for p in written]
@@ -301,14 +302,15 @@ class Masters:
         dtypes = {p: getattr(state.get(name), "dtype", None) for name, p in named.items() if p in self._leaves}
         # what has another name in the state may be renamed by a hook of the module's
         wide = [p for p, dtype in dtypes.items() if dtype not in LOW_DTYPES and p not in self.inside]
+        before = {p: p.detach().clone() for p, dtype in dtypes.items() if dtype in LOW_DTYPES and p not in self.inside}
         self.swap_in(wide)
         try:
             yield
         finally:
             self.swap_out(wide)
-        for parameter, leaf in () if self.split else ((p, self._leaves[p]) for p in dtypes if p not in self.inside):
-            if dtypes[parameter] in LOW_DTYPES and not agrees(parameter, leaf):
-                self.rounded = leaf.name
+        for parameter, value in before.items():
+            if not torch.equal(held_here(parameter), held_here(value)):
+                self.rounded = self._leaves[parameter].name
 
     def rename(self, named: Iterable[tuple[str, Parameter]]) -> None:
         """Name masters by the present paths of their parameters in the models; the first of several."""

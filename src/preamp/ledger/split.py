@@ -74,7 +74,7 @@ class SplitMasters(Masters):
         for parameter in parameters:
             leaf = self._leaves[parameter]
             if leaf.other is not None:
-                wide, chances = leaf.other.data, None
+                wide, chances = leaf.other.data.float(), None
                 if self._kept is torch.int8 and not lazily:  # a step has written it
                     chances = chances_like(held_here(wide), self._seed, self.step, leaf.number)
                 weight, bits = split(wide, self._kept, chances)

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from ..errors import PreampError, PreampWarning, SessionError, StateError, kind_of
 from ..formats import LOW_DTYPES, name_of
 from ..frameworks import unwrap, unwrapped
-from ..ledger import Masters, wrappers_of
+from ..ledger import Masters, parameters_of, wrappers_of
 from ..optim import FusedOptimizer
 from ..sharding import gathered_as, is_sharded, sharded_parts
 from ._losses import Losses
@@ -109,27 +109,21 @@ def check_sharded_late(models: Iterable[nn.Module]) -> None:
         )
 
 
-def check_own_step(optimizer: Optimizer, masters: Masters, scaled: bool, running: bool, with_closure: bool) -> None:
+def check_own_step(optimizer: Optimizer, masters: Masters | None, scaled: bool) -> None:
     """Refuse `optimizer.step()` by the caller if gradients are scaled, or will be in its closure, or masters exist.
 
     Optimizers of preamp.optim step 16-bit gradients and the session's masters by themselves.
     """
     kind = type(optimizer).__name__
-    if scaled and with_closure and not running:
+    if scaled:
         raise SessionError(
-            f"{kind}.step(closure) in a session with a loss scale: gradients that session.backward() makes in the "
-            "closure are multiplied by the scale, and would be stepped as they are. Nothing has been stepped: run what "
-            "the closure does, then session.step()"
+            f"{kind}.step() was called by itself: gradients of session.backward(), also in a closure, are multiplied "
+            "by the loss scale, and nobody has looked whether they are finite. Nothing has been stepped: run what a "
+            "closure does before, and write session.step(), or session.step(optimizer), in its place"
         )
-    if scaled and running:
-        raise SessionError(
-            f"{kind}.step() was called by itself after session.backward(): the gradients are multiplied by the loss "
-            "scale, and nobody has looked whether they are finite. Nothing has been stepped: write session.step(), or "
-            "session.step(optimizer), in its place"
-        )
-    if isinstance(optimizer, FusedOptimizer) or not masters.wanted:
+    if masters is None or not masters.wanted or isinstance(optimizer, FusedOptimizer):
         return
-    if any(p in masters or p.dtype in LOW_DTYPES for group in optimizer.param_groups for p in group["params"]):
+    if any(p in masters or p.dtype in LOW_DTYPES for p in parameters_of(optimizer)):
         raise SessionError(
             f"{kind}.step() was called by itself, and the session keeps float32 masters of its 16-bit parameters: the "
             "step would go to the 16-bit copies, be rounded away or be lost when the masters are put back. Nothing has "
@@ -138,18 +132,20 @@ def check_own_step(optimizer: Optimizer, masters: Masters, scaled: bool, running
         )
 
 
-def check_step_of_another(optimizer: Optimizer, masters: Masters, scaled: Collection[Tensor]) -> None:
+def check_step_of_another(
+    kind: str, stepping: list[nn.Parameter], masters: Masters, scaled: Collection[Tensor]
+) -> None:
     """Refuse the step of an optimizer that the session does not have, of 16-bit copies or with scaled gradients."""
-    stepping = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
     if any(p in masters and p.dtype in LOW_DTYPES for p in stepping):
         why = "would step 16-bit copies of weights whose float32 masters the session's optimizer steps"
     elif any(p in scaled for p in stepping):
-        why = "would take gradients as they are, and session.backward() has multiplied them by the loss scale"
+        why = "would take gradients as they are, and session.backward() multiplies them by the loss scale"
     else:
         return
     raise SessionError(
-        f"step() of an optimizer ({type(optimizer).__name__}) that the session of this model does not have: it {why}. "
-        "Nothing has been stepped: give prepare() all optimizers of the model, in a list, and write session.step()"
+        f"step() of an optimizer ({kind}) that the session of this model does not have: it {why}. "
+        "Nothing has been stepped: give prepare() all optimizers of the model, in a list, and write session.step(); or "
+        "let this one train in float32, with loss.backward(), inside session.full_precision()"
     )
 
 

@@ -60,7 +60,7 @@ class Losses(dict[str, LossScale]):
     def _judge(self, name: str, run: int | None, device: torch.device, offender: Callable[[], str | None]) -> None:
         scale = self[name]
         stands = None if scale.kind == "none" else lambda: float(scale.current(device))
-        self._runs[name].judge(run, name, stands, offender, _in_float32)
+        self._runs[name].judge(run, name, stands, offender)
 
     def state_dict(self) -> dict[str, Any]:
         """The state of every scale, by name, with its number of skips in a row."""
@@ -84,11 +84,6 @@ class Losses(dict[str, LossScale]):
             run = int(fields.pop("skipped_in_a_row"))
             scale.load_state_dict(fields)
             self._runs[name] = Run(scale.patience, run)
-
-
-def _in_float32(layer: str) -> str:
-    """How a session keeps a layer in float32."""
-    return f": policy.override({layer!r}, 'full')" if layer else ""
 
 
 class PendingScales:

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from ..errors import PreampWarning, SessionError
 from ..kernels import multiply_, present_in
-from ..ledger import Gradients, Masters, is_marked, mark, parameters_of
+from ..ledger import Gradients, Masters, gradients_of, is_marked, mark, parameters_of
 from ..scaling import LossScale
 from ..sharding import agreed_largest
 from ._losses import Losses, PendingScales
@@ -46,6 +46,7 @@ class CallOrder:
         self.ours = 0
         """How many of the session's backward passes are running."""
         self._seen: dict[Optimizer, list[Parameter]] = {}
+        self._scales: dict[Optimizer, Tensor] = {}
         self._hooks: list[Any] = []
         self._looks, self.changed = 0 if losses.separate_scales else 8, False
         """In how many more steps changes of scaled gradients are looked for, and whether the last one had some."""
@@ -70,6 +71,11 @@ class CallOrder:
         """Check before a backward pass that somebody steps its gradients, and that they fit those that are there."""
         if not self._optimizers and (self._losses.scaled or len(self._masters)):
             self._nobody_steps()
+        if self._full.depth and self._full.closed_over and self._losses.scaled:
+            raise SessionError(
+                "backward() by the session inside full_precision(), where an optimizer steps by itself with a closure: "
+                "it would take gradients that are multiplied by the loss scale. Write loss.backward() in its place"
+            )
         for parameter in () if self._full.depth else chain.from_iterable(self._seen.values()):
             if parameter.grad is not None and is_marked(parameter.grad, "_preamp_plain"):
                 raise SessionError(
@@ -230,24 +236,21 @@ class CallOrder:
             "session.step(optimizer) of the others"
         )
 
-    def stepped(self, chosen: Sequence[Optimizer]) -> None:
-        """Mark gradients as used by a step."""
+    def stepped(self, chosen: Sequence[Optimizer], scale: Tensor) -> None:
+        """Mark gradients as used by a step, under this loss scale."""
         for each in chosen:
-            if not self._losses.scaled:
-                self._gradients.mark_stepped(each)
-            mark([parameter.grad for parameter in self._seen.get(each, ())], "_preamp_used")
+            self._scales[each] = scale
+            some = [parameter.grad for parameter in self._seen.get(each, ())]
+            mark(some or gradients_of(each)[:1], "_preamp_stepped")
 
     def scaled_pass(self, loss: Tensor, scale: LossScale) -> None:
-        """Prepare a scaled backward pass: gradients that a step has used, and unscaled, are scaled again.
-
-        Nobody has cleared them, and more is about to be added.
-        """
+        """Prepare a scaled backward pass: gradients that a step has used, and nobody has cleared, get its scale."""
         self._others.find(loss)
         for each, some in () if self._losses.separate_scales else self._seen.items():
-            used = [p for p in some if p.grad is not None and is_marked(p.grad, "_preamp_used")]
-            if used:
-                present = present_in([p for p in parameters_of(each) if p not in self._masters])[1]
-                multiply_(present, scale.current(self._gradients.device))
+            if [p for p in some if p.grad is not None and is_marked(p.grad, "_preamp_stepped")]:
+                now, every = scale.current(self._gradients.device), list(parameters_of(each))
+                multiply_(present_in([p for p in every if p not in self._masters])[1], now)
+                multiply_(present_in(self._masters.among(every))[1], now / self._scales[each])  # no step unscales them
 
     def _check_scaled_somewhere(self, ran: Sequence[str]) -> None:
         """Check before the first step that some stage has scaled its loss; a host sync."""

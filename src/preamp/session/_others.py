@@ -17,7 +17,7 @@ from ..autocast import nodes_behind
 from ..ledger import is_marked, mark, parameters_of
 from ..modules import Conversion
 
-_MARK, _UNSTEPPED = "_preamp_scaled", attrgetter("unstepped")
+_MARK = "_preamp_scaled"
 _engine: Any = torch.autograd.Variable._execution_engine
 
 
@@ -25,24 +25,25 @@ class OtherLeaves:
     """Parameters that the session leaves alone, and other leaves of its losses.
 
     Another optimizer would step their gradients with the loss scale still in them. So each gradient that a scaled
-    backward pass has added to gets a mark. The leaves are found by walking the loss's graph, in passes 1, 2, 3, 5, 8,
-    13 ...: a loop repeats its losses, and a walk takes less than a microsecond a node.
+    backward pass has added to gets a mark. The leaves are found by walking the loss's graph, in passes 1, 2, 4, 7, 11,
+    17 ..., and in each pass once another optimizer has stepped; a walk takes less than a microsecond a node.
     """
 
     def __init__(self, optimizers: Sequence[Optimizer], conversions: Sequence[Conversion]) -> None:
         self._optimizers, self._conversions = optimizers, conversions
         self._found: dict[int, weakref.ref[Tensor]] = {}
-        self._passes, self._walks = 0, (1, 2)
+        self._passes, self._next, self.met = 0, 1, False
+        """`met`: whether an optimizer that the session does not have has stepped."""
 
     def __iter__(self) -> Iterator[Tensor]:
         found = [leaf for known in self._found.values() if (leaf := known()) is not None] if self._found else ()
-        return chain(*map(_UNSTEPPED, self._conversions), found)
+        return chain(*map(attrgetter("unstepped"), self._conversions), found)
 
     def find(self, loss: Tensor) -> None:
         """Look, now and then, for leaves that the scaled backward pass of a loss will reach."""
         self._passes += 1
-        if self._passes == self._walks[0]:
-            self._walks = self._walks[1], sum(self._walks)
+        if self.met or self._passes == self._next:
+            self._next = self._passes + 1 + self._passes // 2
             own = {id(p) for optimizer in self._optimizers for p in parameters_of(optimizer)}
             leaves = [getattr(node, "variable", None) for node in nodes_behind(loss)]
             self._found.update({id(p): weakref.ref(p) for p in leaves if p is not None and id(p) not in own})

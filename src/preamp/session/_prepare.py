@@ -28,7 +28,7 @@ from ._checks import named_parameters
 from ._losses import Losses, named_values
 from ._released import check_release
 from ._session import Session
-from ._step import SKIPS
+from ._step import OPEN, SKIPS
 
 Models = nn.Module | Sequence[nn.Module] | Mapping[str, nn.Module]
 
@@ -88,6 +88,8 @@ def prepare(
         )
     models = {name: unwrap(each) for name, each in named_values(model, "model").items()}
     given = {} if optimizer is None else named_values(optimizer, "optimizer")
+    if given and torch.is_inference_mode_enabled():
+        raise SessionError("prepare() in torch.inference_mode(): torch trains no tensor made there. Call it outside")
     optimizers = {name: unwrap(each) for name, each in given.items()}
     _check_kinds(models, optimizers)
     _check_parameters(models, optimizers)
@@ -206,6 +208,10 @@ def _check_kinds(models: dict[str, Any], optimizers: dict[str, Any]) -> None:
             raise SessionError(
                 "LBFGS evaluates the loss several times a step, and each evaluation could overflow on its own, so "
                 "its steps cannot be skipped as a whole: train with it in float32, without a session"
+            )
+        if any(optimizer in steps.optimizers for steps in OPEN):
+            raise SessionError(
+                f"{_called(name, optimizer)} has an open session: close() that, or prepare() both at once"
             )
     if len({id(o) for o in optimizers.values()}) < len(optimizers):
         raise SessionError("the same optimizer is given twice")

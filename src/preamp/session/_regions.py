@@ -10,7 +10,6 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from operator import attrgetter
 from typing import Any, TypeVar
 
 import torch
@@ -29,7 +28,6 @@ from ..sharding import sharded_parts
 from ._checks import check_hooks
 
 F = TypeVar("F", bound=Callable[..., Any])
-_LEARNING = attrgetter("learning")
 
 
 class SessionRegion(autocast):
@@ -113,7 +111,8 @@ def warn_outside(loss: Tensor, policy: Policy, full: FullPrecision) -> None:
 
     Not if it was made in full precision on purpose.
     """
-    if policy.has_regions and policy.params is torch.float32 and not full.made(loss) and ran_outside(loss):
+    inside = loss.grad_fn is not None and full.nodes.has(loss.grad_fn)
+    if policy.has_regions and policy.params is torch.float32 and not inside and ran_outside(loss):
         warnings.warn(
             f"the session computes in {name_of(policy.compute)} inside of session.autocast(), and this loss was "
             "computed in float32 outside of it. Write `with session.autocast():` around the forward pass and the loss",
@@ -140,18 +139,10 @@ class FullPrecision:
         """How many are inside now."""
         self.begun = False
         """Whether `leave` has anything to undo."""
-        self._counts = self.waiting = False
-        """`waiting`: whether gradients were put aside that no step has used."""
-        self._nodes, self._first_node = RegionNodes(), 0
-
-    def made(self, loss: Tensor) -> bool:
-        """Whether a loss was computed inside."""
-        return loss.grad_fn is not None and self._nodes.has(loss.grad_fn)
-
-    def counted(self) -> bool:
-        """Note that the session's backward pass begins; returns whether that is inside, where gradients count."""
-        self._counts = self._counts or self.depth > 0
-        return self.depth > 0
+        self.counts = self.waiting = self.closed_over = False
+        """Whether a backward pass of the session has run inside, gradients were put aside that no step has used, and
+        an optimizer has stepped by itself with a closure."""
+        self.nodes, self._first_node = RegionNodes(), 0
 
     def leave(self) -> None:
         """Undo the beginning, as far as it came."""
@@ -170,16 +161,16 @@ class FullPrecision:
         self._low = self._low or {p: p.grad for p in every if p.grad is not self._inside[p]}
         for parameter, inside in self._inside.items():
             before = self._aside.get(parameter)
-            gradients = [self._low.get(parameter, before), inside] if self._counts else [before]
+            gradients = [self._low.get(parameter, before), inside] if self.counts else [before]
             present = [each.to(dtype_of_gradient(parameter)) for each in gradients if each is not None]
             parameter.grad = present[0] + present[1] if len(present) == 2 else (present[0] if present else None)
-        self.begun, self._counts, self._exports = False, False, None
+        self.begun, self.counts, self.closed_over, self._exports = False, False, False, None
         self._aside, self._inside, self._low = {}, {}, {}
 
     def __enter__(self) -> None:
         """Turn models to float32; `SessionError` if masters cannot be swapped in."""
         self.depth += 1
-        self._first_node = self._nodes.now()
+        self._first_node = self.nodes.now()
         try:
             self._aside = {p: p.grad for model in self._models for p in model.parameters() if p.grad is not None}
             self.begun, self.waiting = True, self.waiting and bool(self._aside)
@@ -196,7 +187,7 @@ class FullPrecision:
 
     def __exit__(self, *_: object) -> None:
         self.depth = 0
-        self._nodes.add(self._first_node)
+        self.nodes.add(self._first_node)
         self.leave()
 
 
@@ -228,7 +219,7 @@ class Joining:
     def __call__(self) -> None:
         self.check()
         groups = [group["params"] for optimizer in self._optimizers for group in optimizer.param_groups]
-        seen = sum(map(_LEARNING, self._conversions)), sum(map(len, groups))
+        seen = sum([each.learning for each in self._conversions]), sum(map(len, groups))
         if seen != self._seen:
             self._seen, stepped = seen, set(itertools.chain.from_iterable(groups))
             rebuild_reducers({p for conversion in self._conversions for p in conversion.join(stepped)})

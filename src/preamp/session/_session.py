@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from ..compiling import traced_by_callers, uncompiled
 from ..errors import SessionError
 from ..frameworks import unwrap
-from ..kernels import clip_values_
+from ..kernels import clip_values_, multiply_
 from ..ledger import Gradients, Masters, clear_gradients, dtype_of_gradient, gradients_of
 from ..modules import Conversion
 from ..optim import FusedOptimizer
@@ -202,14 +202,15 @@ class Session:
         if not self._in_regions and not self._full.depth:  # of the first loss only
             self._in_regions = True
             warn_outside(loss, self.policy, self._full)
-        if self._full.depth and self.policy.params is not torch.float32:
-            checks.check_exchanged(self._models.values())
-        if not self._full.counted():
+        if not self._full.depth:
             self._gradients.rest()
+        elif self.policy.params is not torch.float32:
+            checks.check_exchanged(self._models.values())
         for each in self._optimizers.values() if self._released is not None else ():
             self._gradients.follow(each)
         self._joining.check()
         self._order.check_backward()
+        self._full.counts = self._full.depth > 0
         self._settle(name)
         if self._losses.scaled:
             self._order.scaled_pass(loss, self._losses[name])
@@ -331,9 +332,8 @@ class Session:
             parameters, read, norm, host_skipped = take(chosen, self._check_stepping)
         finally:
             torch.clear_autocast_cache()  # of a region that is open still: casts of weights as they were
-            for part in self._parts:  # weights that an evaluation since backward has gathered are out of date
-                part.reshard()
-        self._order.stepped(chosen)
+            self._reshard()  # weights that an evaluation since backward has gathered are out of date
+        self._order.stepped(chosen, scale)
         if self._masters.rounded is not None:
             checks.warn_rounded(self._masters)
         names = functools.partial(checks.names_of, parameters, self._named)
@@ -448,10 +448,14 @@ class Session:
         """
         self._check_open()
         checks.check_state(state, str(self.policy), self._losses)
-        for each in self._optimizers.values():
-            self._gradients.forget(each)
+        self._gradients.rest()
         self._masters.load(state["masters"], self._named())
+        before = self._losses.shared.current(self._gradients.device)
         self._losses.load_state_dict(state["losses"])
+        ratio = self._losses.shared.current(self._gradients.device) / before
+        for each in self._optimizers.values() if self._pending.running else ():
+            if not self._pending.has_stepped(each):
+                multiply_(gradients_of(each), ratio)  # more may be added to them
         self._attempts, self._losses.skips = int(state["steps"]), Skips(int(state["skipped"]))
         self._steps.loads += 1
         self._pending.clear()

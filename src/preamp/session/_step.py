@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache, reduce, wraps
 from itertools import chain
 from operator import attrgetter
@@ -19,7 +19,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from ..errors import SessionError
 from ..formats import LOW_DTYPES
 from ..frameworks import framework_hooks, tell_skipped
-from ..kernels import Reading
+from ..kernels import Reading, present_in
 from ..ledger import Gradients, Masters, Record, parameters_of, state_like_parameters
 from ..modules import Conversion
 from ..optim import FusedOptimizer
@@ -28,8 +28,6 @@ from ._checks import check_own_step, check_step_of_another
 from ._losses import Losses, PendingScales
 from ._others import OtherLeaves
 from ._regions import FullPrecision
-
-_PARAMETERS, _READING = attrgetter("parameters"), attrgetter("reading")
 
 Check = Callable[[Sequence[Parameter]], None]
 """Checks the parameters with gradients that are about to be stepped."""
@@ -67,7 +65,7 @@ class OptimizerSteps:
                 Optimizer.__setstate__(each, {})
             self._handles.append(each.register_load_state_dict_pre_hook(self._before_load))
             self._handles.append(each.register_load_state_dict_post_hook(self._after_load))
-        _OPEN.add(self)
+        OPEN.add(self)
         self._modes = [
             (each, name, *self._in_float32(each, name)) for each in self.optimizers for name in modes_of(each)
         ]
@@ -107,7 +105,7 @@ class OptimizerSteps:
         # of several not: a hook around the step of one may change the gradients of another after they were copied
         records = [self.read(each, steps_next=len(chosen) == 1) for each in chosen]
         norm = self._gradients.norm_of_all(chosen)
-        parameters = list(chain.from_iterable(map(_PARAMETERS, records)))
+        parameters = list(chain.from_iterable(map(attrgetter("parameters"), records)))
         check(parameters)
         skipped: list[bool | None] = []
         try:
@@ -117,8 +115,8 @@ class OptimizerSteps:
             self._gradients.rest()  # as they were, since the step may be tried again
             raise
         for each in chosen:
-            self._gradients.forget(each)
-        read = reduce(Reading.merged, map(_READING, records))
+            self._gradients.forget(each, stepped=True)
+        read = reduce(Reading.merged, map(attrgetter("reading"), records))
         return parameters, read, norm, None if None in skipped else any(skipped)
 
     def take(self, optimizer: Optimizer, found: Tensor) -> bool | None:
@@ -144,7 +142,7 @@ class OptimizerSteps:
         """
         on_cpu, fused = found.device.type == "cpu", getattr(optimizer, "_step_supports_amp_scaling", False)
         on_device = not fused and (self.skip == "device" or (not on_cpu and not needs_host(optimizer, self.skip)))
-        if on_device and not all(optimizer.state.get(p) for p in _stepping(optimizer)):
+        if on_device and not all(map(optimizer.state.get, present_in(list(parameters_of(optimizer)))[0])):
             on_device = False  # states made by this step could not be unmade: the host decides
         skipped = bool(found) if (on_cpu or not fused) and not on_device else None
         flag = None if on_cpu else found
@@ -163,24 +161,35 @@ class OptimizerSteps:
             optimizer.step()
         return skipped
 
-    def before_own_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    def before_own_step(self, optimizer: Optimizer, with_closure: bool) -> None:
         """Refuse a step of the session's optimizer by the caller itself if it would do harm."""
-        if self._stepping is optimizer or self._full.depth:  # where parameters are masters, and gradients true
+        if self._stepping is optimizer:
             return
-        with_closure = any(map(callable, (*args, *kwargs.values())))
-        check_own_step(optimizer, self._masters, self._losses.scaled, self._pending.running, with_closure)
+        masters = None if self._full.depth else self._masters  # which are in their places there
+        check_own_step(optimizer, masters, self._may_be_scaled(with_closure))
         torch.clear_autocast_cache()  # of a region that is open still: casts of weights as they will not be
 
-    def before_step_of_another(self, optimizer: Optimizer) -> None:
+    def before_step_of_another(self, optimizer: Optimizer, with_closure: bool) -> None:
         """Refuse the step of an optimizer that the session does not have if it would do harm."""
-        if self._stepping is not None or self._full.depth or not (self._losses.scaled or self._masters.wanted):
+        if self._stepping is not None or not (self._losses.scaled or self._masters.wanted):
             return
         scaled: set[Tensor] = self.others.scaled() if self._losses.scaled else set()
-        waiting = self._losses.scaled and self._pending.running and not self._losses.separate_scales
+        self.others.met = True
+        waiting = self._may_be_scaled(with_closure) and not self._losses.separate_scales
         for each in self.optimizers if waiting else ():
             if each not in self._gradients.records or not self._gradients.records[each].true:
                 scaled.update(parameters_of(each))
-        check_step_of_another(optimizer, self._masters, scaled)
+        stepping = [p for p in parameters_of(optimizer) if with_closure or p.grad is not None]  # it makes them inside
+        check_step_of_another(type(optimizer).__name__, stepping, self._masters, scaled)
+
+    def _may_be_scaled(self, with_closure: bool) -> bool:
+        """Whether gradients are multiplied by the loss scale, or a closure's may be as an optimizer steps them; not in
+        full precision, where the session's backward passes are refused after this.
+        """
+        if self._losses.scaled and self._full.depth:
+            self._full.closed_over = self._full.closed_over or with_closure
+            return self._full.counts
+        return self._losses.scaled and (self._pending.running or with_closure)
 
     def _before_load(self, optimizer: Optimizer, state: Any) -> None:
         """Torch casts loaded state to the parameters' dtype: let it find float32 masters, not 16-bit parameters."""
@@ -197,7 +206,7 @@ class OptimizerSteps:
 
     def close(self) -> None:
         """Release the optimizers; those of `preamp.optim` get their own masters again by `take_states_back`."""
-        _OPEN.discard(self)
+        OPEN.discard(self)
         for handle in self._handles:
             handle.remove()
         for optimizer, name, ours, before in self._modes:
@@ -215,40 +224,38 @@ class OptimizerSteps:
                 state_like_parameters(each)
 
 
-class _OpenSessions:
+class _OpenSessions(weakref.WeakSet[OptimizerSteps]):
     """Asks open sessions before any optimizer of the process steps: theirs, or another.
 
     One hook serves all sessions. The end of a session that nobody closed does not remove it: the garbage collector may
     run at any line, also while torch iterates over its hooks.
     """
 
-    def __init__(self) -> None:
-        self._open: list[weakref.ref[OptimizerSteps]] = []
-        self._handle: Any = None
+    _handle: Any = None
 
     def add(self, steps: OptimizerSteps) -> None:
-        self._open.append(weakref.ref(steps))
+        super().add(steps)
         self._handle = self._handle or register_optimizer_step_pre_hook(self._before_step)
 
     def discard(self, steps: OptimizerSteps) -> None:
-        self._open = [known for known in self._open if known() not in (None, steps)]
-        if self._handle is not None and not self._open:
+        super().discard(steps)
+        if self._handle is not None and not self:
             self._handle.remove()
             self._handle = None
 
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        every = [steps for known in self._open if (steps := known()) is not None]
-        for steps in every:
+        with_closure = any(map(callable, (*args, *kwargs.values())))
+        for steps in self:
             if optimizer in steps.optimizers:  # of one session: they share no parameters
-                steps.before_own_step(optimizer, args, kwargs)
+                steps.before_own_step(optimizer, with_closure)
                 return
-        for steps in every:
-            steps.before_step_of_another(optimizer)
+        for steps in self:
+            steps.before_step_of_another(optimizer, with_closure)
 
     _before_step.changes_nothing = True  # type: ignore[attr-defined]
 
 
-_OPEN = _OpenSessions()
+OPEN = _OpenSessions()
 
 
 def modes_of(optimizer: Optimizer) -> tuple[str, ...]:
@@ -281,11 +288,6 @@ def needs_host(optimizer: Optimizer, skip: str) -> bool:
     return not (fused or skip == "device" or (skip == "auto" and capturable))
 
 
-def _stepping(optimizer: Optimizer) -> Iterator[Any]:
-    for group in optimizer.param_groups:
-        yield from (p for p in group["params"] if p.grad is not None)
-
-
 @cache
 def _torchs() -> frozenset[str]:
     """Attributes of every optimizer, and of one that has a scheduler, which a skipped step may change.
@@ -298,7 +300,8 @@ def _torchs() -> frozenset[str]:
 
 def _all_that_a_step_changes(optimizer: Optimizer) -> dict[tuple[Any, ...], Any]:
     """Tensors and plain values by their place: parameters that step, and whatever the optimizer keeps, however deep."""
-    found: dict[tuple[Any, ...], Any] = {("parameter", i): p.detach() for i, p in enumerate(_stepping(optimizer))}
+    stepping, _ = present_in(list(parameters_of(optimizer)))
+    found: dict[tuple[Any, ...], Any] = {("parameter", i): p.detach() for i, p in enumerate(stepping)}
     left: list[tuple[tuple[Any, ...], Any]] = [((), optimizer)]
     seen: set[int] = set()
     while left:

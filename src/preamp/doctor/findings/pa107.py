@@ -38,7 +38,7 @@ class PA107(Check):
             "loss",
         ),
         (
-            "was called by itself after session.backward()",
+            "was called by itself: gradients of session.backward()",
             "optimizer.step() takes gradients that are still multiplied by the loss scale",
             _STEP_BY_SESSION,
         ),
