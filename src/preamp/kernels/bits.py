@@ -8,7 +8,7 @@ master, so `(weight << 16) + bits` is the master again, carries included. A weig
 number a little below zero rounds to minus zero, and its distance from that is positive.
 
 Of the 16 bits the upper 8 may be kept alone (int8). A master then has 24 bits, and is within 2^-15 of what was
-computed: it is rounded by chance, so that smaller updates survive in the mean.
+computed: it is rounded stochastically, so that smaller updates survive in the mean.
 """
 
 from __future__ import annotations

@@ -48,7 +48,7 @@ class Storage:
     copies: Tensors | None = None
     """16-bit tensors of one dtype that get the new parameters, rounded to nearest even."""
     bits: Tensors | None = None
-    """What `bits.split` keeps of masters beside bfloat16 `params`: int16, or int8, which is rounded by chance."""
+    """What `bits.split` keeps of masters beside bfloat16 `params`: int16, or int8, which is rounded stochastically."""
     chosen: tuple[Any, torch.dtype, Any] | None = None
     """The implementation that takes these tensors, with what it was chosen from, and for which dtype of gradients."""
 

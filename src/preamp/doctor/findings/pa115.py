@@ -18,7 +18,7 @@ class PA115(Check):
         fact = event.fact
         if fact.code != "PA115":
             return
-        result = f"is off by {fact.error:.0%}" if fact.error < 1 else "gives something else altogether"
+        result = f"is off by {fact.error:.0%}" if fact.error < 1 else "is wrong by more than its own size"
         if fact.kind == "not finite":
             result = "is not finite"
         yield self.of_fact(

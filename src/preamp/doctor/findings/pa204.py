@@ -36,7 +36,7 @@ class PA204(Check):
             f"{share:.0%} of {total} {dtype} weights stay what they are where {what} them in float32: "
             f"{'a factor so near 1' if decay else 'the change'} {kept}",
             f"session = preamp.prepare(model.float(), optimizer, level={LEVELS[dtype]!r})  # float32 masters\n"
-            f"{BY_SESSION}\n# or an optimizer of preamp.optim, which rounds by chance",
+            f"{BY_SESSION}\n# or an optimizer of preamp.optim, with stochastic rounding",
             module=event.module,
             op=type(event.optimizer).__name__,
             at=event.at,

@@ -89,7 +89,7 @@ class Soundness:
         if not known and plain.meant and line_of_it in plain.shadowed.grown:
             known = [plain.shadowed.grown[line_of_it]]
         if not known:
-            not_there = "float32 is not finite there either: no matter of precision"
+            not_there = "float32 is not finite there either, so precision is not the cause"
             return Diagnosis(origin, run.step, tried="no line was found that leads there" if plain.meant else not_there)
         fix, tried = trials.cure(known[0], bool(self._scales.sessions))
         return Diagnosis(origin, run.step, fact=known[0], fix=fix, tried=tried)

@@ -50,7 +50,7 @@ class Fact:
     @property
     def vanished(self) -> str:
         """What became of an epsilon, in words."""
-        return f"the epsilon {self.constant:g} rounds to zero in {self.dtype}: {self.name} leaves a zero as it is"
+        return f"the epsilon {self.constant:g} rounds to zero in {self.dtype}: after {self.name} a zero is still a zero"
 
     @property
     def code(self) -> str:

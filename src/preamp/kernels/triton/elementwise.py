@@ -31,7 +31,7 @@ from .launch import (
 PLAIN = tl.constexpr(0)  # float32 parameters
 SPLIT = tl.constexpr(1)  # bfloat16 weights and the 16 bits that make them float32
 STOCHASTIC = tl.constexpr(2)  # bfloat16 weights, rounded stochastically
-SPLIT24 = tl.constexpr(3)  # bfloat16 weights and 8 bits more, rounded by chance
+SPLIT24 = tl.constexpr(3)  # bfloat16 weights and 8 bits more, rounded stochastically
 DRAWS = (STOCHASTIC, SPLIT24)
 """The kinds whose steps need random numbers."""
 
@@ -126,7 +126,7 @@ def one_nan(bits):
 
 @triton.jit
 def rounded_to_24(bits, chance):
-    """The bits of a float32 number without the last 8, rounded by chance (32 bits of it)."""
+    """The bits of a float32 number without the last 8, rounded stochastically, by 32 random bits."""
     return bits + (chance >> 24).to(tl.int32) & -256
 
 
