@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils import _python_dispatch
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
 import preamp
 
@@ -114,3 +118,46 @@ def test_evaluations_in_inference_mode_leave_torch_as_it_is(every: int) -> None:
             assert torch.empty(()).dim() == 0
     assert torch.empty(()).dim() == 0
     assert "failed" not in seen.report().verdict
+
+
+@pytest.mark.parametrize("around", ["forward", "backward", "step", "loop", "watch"])
+def test_a_dispatch_mode_of_the_scripts_sees_what_it_sees_alone(around: str) -> None:
+    """It leaves by taking the uppermost mode off: that has to be its own, whenever the doctor's came."""
+
+    def counted(part: str) -> Any:
+        return counter if part == around else contextlib.nullcontext()
+
+    def train() -> None:
+        with counted("loop"):
+            for _ in range(6):
+                with counted("step"):
+                    with counted("forward"):
+                        loss = model(x.clone()).square().mean()
+                    optimizer.zero_grad()
+                    with counted("backward"):
+                        loss.backward()
+                    optimizer.step()
+
+    found = []
+    for watched in (False, True):
+        torch.manual_seed(0)
+        model, x, counter = Net(), torch.randn(4, 8), Seen()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        with counted("watch"), preamp.doctor.watch(model, every=1) if watched else contextlib.nullcontext() as seen:
+            train()
+        assert seen is None or "failed" not in seen.report().verdict
+        assert not _get_current_dispatch_mode_stack() and not _python_dispatch.is_in_torch_dispatch_mode()
+        found.append(counter.seen)
+    assert +found[0] == +found[1]
+
+
+class Seen(TorchDispatchMode):
+    """Counts products: the doctor reads tensors, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.seen[str(func)] += "mm" in str(func)
+        return func(*args, **(kwargs or {}))

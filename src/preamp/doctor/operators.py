@@ -15,7 +15,13 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
+from torch.utils._python_dispatch import (
+    TorchDispatchMode,
+    _disable_current_modes,
+    _get_current_dispatch_mode_stack,
+    _pop_mode,
+    _push_mode,
+)
 
 from ..formats import LOW_DTYPES
 from ..report import Finding
@@ -153,7 +159,11 @@ class Stream(TorchDispatchMode):
         self._observers += new
         if threading.get_ident() not in self._threads:
             self._threads[threading.get_ident()] = torch.is_inference_mode_enabled()
-            self.__enter__()
+            above = _get_current_dispatch_mode_stack()
+            with _disable_current_modes():  # below them: a script leaves its own by taking the uppermost
+                self.__enter__()
+            _has_below(self, False)
+            _has_below(above[0], True) if above else None
 
     def remove(self, *observers: Observer) -> None:
         """Show nothing more to these."""
@@ -169,13 +179,18 @@ class Stream(TorchDispatchMode):
         self.remove(*self._observers)
 
     def leave(self) -> None:
-        """Take the mode away where nobody observes, unless another one lies above it: Python's stack forbids that."""
-        thread = threading.get_ident()
-        if self._observers or thread not in self._threads or _get_current_dispatch_mode() is not self:
+        """Take the mode away where nobody observes, also from below others."""
+        thread, stack = threading.get_ident(), _get_current_dispatch_mode_stack()
+        if self._observers or thread not in self._threads or self not in stack:
             return
         if self._threads[thread] or not torch.is_inference_mode_enabled():
             del self._threads[thread]
+            above = [_pop_mode() for _ in stack[stack.index(self) + 1 :]]
+            _has_below(self, bool(above))
             self.__exit__(None, None, None)
+            for mode in reversed(above):
+                _push_mode(mode)
+            _has_below(above[-1], False) if above else None
 
     @property
     def module(self) -> str | None:
@@ -242,6 +257,13 @@ class Stream(TorchDispatchMode):
 
     def _shown(self, place: Place) -> list[Observer]:
         return [one for one in self._observers if one.everywhere or place.direction == "forward"]
+
+
+def _has_below(mode: TorchDispatchMode, there: bool) -> None:
+    """Tell a mode whether there are others below it: torch's compiler asks, and is told that again when it leaves."""
+    for name, before in vars(mode).items():
+        if name.startswith("old_") and before:
+            before[-1] = there
 
 
 def found_by(observers: Iterable[Observer]) -> list[Finding]:
