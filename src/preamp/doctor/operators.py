@@ -147,6 +147,11 @@ class Stream(TorchDispatchMode):
         self.is_paused = False
         """Whether what runs now is a library's own business."""
 
+    @classmethod
+    def is_infra_mode(cls) -> bool:
+        """Whether torch compiles and exports what runs inside of it, and not only runs it as written."""
+        return True
+
     def add(self, *observers: Observer, inside: nn.Module | None = None) -> None:
         """Show operators to these, too, from here on; `inside`: the module whose call has just begun."""
         new = [one for one in observers if one not in self._observers]

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from ..tree import tensors
-from .hooks import subclasses
+from .hooks import is_traced, subclasses
 from .records import NOWHERE, Line
 
 _TORCH = str(Path(torch.__file__).parent) + "/"
@@ -236,8 +236,9 @@ class Places:
 
     def enter(self, module: nn.Module, _: Any = None) -> None:
         """`module` runs from here on: called by the hook, or by code that installed it too late."""
-        # A module that is not the models' own (a wrapper made on the fly) belongs to the one that calls it.
-        self._stack.append((module, self._named(module, self.module)))
+        if not is_traced():
+            # A module that is not the models' own (a wrapper made on the fly) belongs to the one that calls it.
+            self._stack.append((module, self._named(module, self.module)))
 
     def _leave(self, module: nn.Module, _: Any, __: Any) -> None:
         # Down to this module, not just one: what an exception left behind goes too.
