@@ -46,7 +46,7 @@ def refuse_unfit(path: str, module: nn.Module) -> None:
     if isinstance(module, torch.jit.ScriptModule):
         raise SessionError(
             f"{path or 'the model'} is scripted or traced by torch.jit, and its code has no place for casts: prepare() "
-            "the module that it was made from, or take level='O1' or 'O4', which leave modules as they are"
+            "the module that it was made from, or take level='O1', which leaves modules as they are"
         )
     if any(kind.__module__.partition(".")[0] == "keras" for kind in type(module).__mro__):
         raise SessionError(
