@@ -82,7 +82,8 @@ def test_optimizers_that_were_clipped_together_skip_together(level: str, bad: fl
             assert all(bool(weight.isfinite().all()) for weight in weights(models["a"]))
 
 
-@over(level=["O1", "O2", "O4", "O5"], library=[torch.optim, preamp.optim], between=["values", "evaluation", "forward", "all"])
+@over(level=["O1", "O2", "O4", "O5"], library=[torch.optim, preamp.optim],
+      between=["values", "evaluation", "forward", "all"])  # fmt: skip
 def test_what_comes_between_clipping_and_the_step_changes_nothing(level: str, library: Any, between: str) -> None:
     """However small the factor is: shrunk gradients need more than 16 bits until they are stepped."""
 

@@ -41,7 +41,7 @@ class OtherLeaves:
         return chain(*map(attrgetter("unstepped"), self._conversions), found)
 
     def unscaled(self) -> list[Parameter]:
-        """Parameters whose gradients are true after each pass, as losses have scales of their own."""
+        """Parameters to be unscaled after each pass, as losses have scales of their own: they may join an optimizer."""
         return [leaf for leaf in self if self._separate and isinstance(leaf, Parameter)]
 
     def find(self, loss: Tensor) -> None:
@@ -64,8 +64,7 @@ class OtherLeaves:
 
     def gradients(self) -> list[tuple[Tensor, Tensor | None, int]]:
         """Each leaf with its gradient, and that one's version, before a scaled backward pass."""
-        leaves = [p for p in self if p.requires_grad and not (self._separate and isinstance(p, Parameter))]
-        return [(leaf, leaf.grad, getattr(leaf.grad, "_version", -1)) for leaf in leaves]
+        return [(leaf, leaf.grad, getattr(leaf.grad, "_version", -1)) for leaf in self if leaf.requires_grad]
 
     def mark(self, before: list[tuple[Tensor, Tensor | None, int]]) -> None:
         """Mark the gradients that a scaled backward pass has changed."""
