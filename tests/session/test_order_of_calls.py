@@ -133,18 +133,20 @@ def test_steps_by_the_caller_in_full_precision(level: str, library: str, whose: 
         run.check(1)
 
 
-@over(level=[*SCALED, *PLAIN], library=LIBRARIES, clear=["session", "optimizer", "model", "load"])
+@over(level=[*SCALED, *PLAIN], library=LIBRARIES, clear=["session", "optimizer", "model", "load", "skip"])
 def test_the_rest_of_a_graph_after_gradients_were_read_and_cleared(level: str, library: str, clear: str) -> None:
     """Gradients of each task, one after the other, as PCGrad takes them."""
     run = Run(level, library, layers=2)
     first, second = run.loss(), run.loss(2)
     both = first + second
-    run.session.backward(both, retain_graph=True)
+    run.session.backward(both * float("inf") if clear == "skip" else both, retain_graph=True)
     run.session.unscale_()
     if clear == "load":
         run.session.load_state_dict(run.session.state_dict())
         run.model.zero_grad()
     else:
+        if clear == "skip":
+            assert run.session.step().skipped
         for each in {"session": [run.session], "model": [run.model]}.get(clear, run.optimizers):
             each.zero_grad()
     run.session.backward(both)

@@ -114,8 +114,8 @@ class OptimizerSteps:
         except BaseException:
             self._gradients.rest()  # as they were, since the step may be tried again
             raise
-        for each in chosen:
-            self._gradients.forget(each, stepped=True)
+        for each, skip in zip(chosen, skipped, strict=True):
+            self._gradients.forget(each, stepped=not skip)
         read = reduce(Reading.merged, map(attrgetter("reading"), records))
         return parameters, read, norm, None if None in skipped else any(skipped)
 
