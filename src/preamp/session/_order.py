@@ -248,7 +248,8 @@ class CallOrder:
         if self._losses.scaled:
             self._others.find(loss)
         for each in {**self._seen, **self._gradients.clipped}:
-            kept = any(is_marked(p.grad, "_preamp_stepped") for p in self._seen.get(each) or parameters_of(each))
+            some = self._seen.get(each) or parameters_of(each)
+            kept = [p for p in some if p.grad is not None and is_marked(p.grad, "_preamp_stepped")]
             if kept and each in self._gradients.clipped:
                 self._gradients.shrink(self._gradients.clipped.pop(each))
             if kept and each in self._seen and not self._losses.separate_scales:

@@ -164,7 +164,7 @@ class Session:
         scaled = self._order.scaled(self._losses[name].scale(loss))
         if loss.grad_fn is not None and self._full.nodes.has(loss.grad_fn):
             inner, scaled = scaled, scaled.view_as(scaled)  # which does not refer to itself
-            scaled.backward = functools.partial(_go_back, inner, self._masters)  # type: ignore[method-assign]
+            scaled.backward = functools.partial(_go_back, self._masters, inner)  # type: ignore[method-assign]
         return scaled
 
     @uncompiled
@@ -185,7 +185,8 @@ class Session:
         scale = self._losses[name]
         seed = scale.seed(loss) if kwargs.get("gradient") is None else None  # saves the product, and its backward
         of, first = (scale.scale(loss), ()) if seed is None else (loss, (seed,))
-        run = functools.partial(_go_back, of, self._masters, *first, **kwargs)
+        back = functools.partial(_go_back, self._masters) if "inputs" in kwargs else type(of).backward
+        run = functools.partial(back, of, *first, **kwargs)
         with BackwardPass(self._order, name, self._released):
             if self._losses.separate_scales:
                 self._pending.void_zeroed()
@@ -554,7 +555,7 @@ class Session:
             self._pending.settle(name, lambda: first_nonfinite(self._named()))
 
 
-def _go_back(loss: Tensor, masters: Masters, *args: Any, inputs: Any = None, **kwargs: Any) -> None:
+def _go_back(masters: Masters, loss: Tensor, *args: Any, inputs: Any = None, **kwargs: Any) -> None:
     """`loss.backward`, where `inputs` that are parameters may be other tensors in its graph."""
     if inputs is not None:
         given = [inputs] if isinstance(inputs, Tensor) else inputs
