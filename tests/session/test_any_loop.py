@@ -71,7 +71,8 @@ class Plain:
 class Prepared(Plain):
     def __init__(self, maker: str, level: str) -> None:
         super().__init__(maker)
-        self.session = preamp.prepare(self.model, self.optimizer, level=level, scale=16.0)
+        scale = preamp.DynamicScale(init_scale=16.0, growth_interval=2, max_scale=64.0)
+        self.session = preamp.prepare(self.model, self.optimizer, level=level, scale=scale)
 
     def forward(self, x: Tensor) -> Tensor:
         with self.session.autocast():
@@ -123,7 +124,7 @@ def play(run: Plain, seed: int) -> list[Tensor]:
     for _ in range(12):
         if not early and chance.random() < 0.2:
             run.clear(chance.choice(CLEARS))
-        for i in range(chance.randint(1, 3)):
+        for i in range(passes := chance.randint(1, 3)):
             loss = run.forward(torch.randn(8, 6, generator=data))
             if early and i == 0:
                 run.clear(chance.choice(CLEARS))
@@ -132,6 +133,8 @@ def play(run: Plain, seed: int) -> list[Tensor]:
             run.backward(loss)
             if chance.random() < 0.2:
                 run.clip(chance.choice([0.05, 0.5]))
+            if saved is not None and i + 1 < passes and chance.random() < 0.2:
+                run.load(copy.deepcopy(saved))
         true = chance.random() < 0.4
         if true:
             run.make_true()
@@ -152,7 +155,7 @@ def play(run: Plain, seed: int) -> list[Tensor]:
         run.step()
         if chance.random() < 0.2:
             saved = run.states()
-        if not early:
+        if not early and chance.random() < 0.85:
             run.clear(chance.choice(CLEARS))
         if saved is not None and chance.random() < 0.2:
             run.load(copy.deepcopy(saved))  # an optimizer of torch goes on in the tensors that it is given

@@ -82,7 +82,8 @@ def test_optimizers_that_were_clipped_together_skip_together(level: str, bad: fl
             assert all(bool(weight.isfinite().all()) for weight in weights(models["a"]))
 
 
-@over(level=["O1", "O2", "O4", "O5"], library=[torch.optim, preamp.optim], between=["values", "evaluation", "forward"])
+@over(level=["O1", "O2", "O4", "O5"], library=[torch.optim, preamp.optim],
+      between=["values", "evaluation", "forward", "all"])  # fmt: skip
 def test_what_comes_between_clipping_and_the_step_changes_nothing(level: str, library: Any, between: str) -> None:
     """However small the factor is: shrunk gradients need more than 16 bits until they are stepped."""
 
@@ -93,12 +94,14 @@ def test_what_comes_between_clipping_and_the_step_changes_nothing(level: str, li
             for index in range(3):
                 backward(session, model, index)
                 session.clip_grad_norm_(1e-8)
-                if interrupted and between == "forward":
+                if interrupted and between in ("forward", "all"):
                     with session.autocast():
                         loss_of(model, 9)
-                elif interrupted:
+                if interrupted and between == "all":
+                    session.unscale_()
+                if interrupted and between != "forward":
                     with session.full_precision(values_only=between == "values"), torch.no_grad():
-                        loss_of(model, 9) if between == "evaluation" else None
+                        loss_of(model, 9) if between != "values" else None
                 session.step()
                 session.zero_grad()
         return weights(model)

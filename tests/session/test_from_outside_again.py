@@ -105,25 +105,25 @@ def test_gradients_of_a_pass_in_full_precision_are_stepped(
     assert off < (0.05 if "masters" not in level else 0.3)
 
 
-def heads(level: str, library: Any) -> tuple[nn.Sequential, preamp.Session, Optimizer]:
+def heads(level: str, library: Any, **options: Any) -> tuple[nn.Sequential, preamp.Session, Optimizer]:
     """A session of the body, and the optimizer of the head, which it does not know."""
     model = two_layers()
-    session = preamp.prepare(model, library.SGD(model[0].parameters(), lr=0.1), level=level)
+    session = preamp.prepare(model, library.SGD(model[0].parameters(), lr=0.1), level=level, **options)
     return model, session, library.SGD(model[2].parameters(), lr=0.1)
 
 
-def pass_of(session: preamp.Session, model: nn.Module) -> None:
+def pass_of(session: preamp.Session, model: nn.Module, name: str | None = None) -> None:
     with session.autocast():
         loss = model(batch()).float().square().mean()
-    session.backward(loss)
+    session.backward(loss, name=name)
 
 
-@over(level=["O1", "O2"], library=LIBRARIES, first=[True, False])
+@over(level=["O1", "O2"], library=LIBRARIES, first=[True, False], losses=[("loss",), ("a", "b")])
 def test_an_optimizer_that_the_session_does_not_have_takes_no_scaled_gradients(
-    level: str, library: Any, first: bool
+    level: str, library: Any, first: bool, losses: tuple[str, ...]
 ) -> None:
-    model, session, own = heads(level, library)
-    pass_of(session, model)
+    model, session, own = heads(level, library, losses=losses)
+    pass_of(session, model, losses[0])
     if not first:
         session.step()
     before = weights(model[2])

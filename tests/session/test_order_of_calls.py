@@ -133,18 +133,20 @@ def test_steps_by_the_caller_in_full_precision(level: str, library: str, whose: 
         run.check(1)
 
 
-@over(level=[*SCALED, *PLAIN], library=LIBRARIES, clear=["session", "optimizer", "model", "load"])
+@over(level=[*SCALED, *PLAIN], library=LIBRARIES, clear=["session", "optimizer", "model", "load", "skip"])
 def test_the_rest_of_a_graph_after_gradients_were_read_and_cleared(level: str, library: str, clear: str) -> None:
     """Gradients of each task, one after the other, as PCGrad takes them."""
     run = Run(level, library, layers=2)
     first, second = run.loss(), run.loss(2)
     both = first + second
-    run.session.backward(both, retain_graph=True)
+    run.session.backward(both * float("inf") if clear == "skip" else both, retain_graph=True)
     run.session.unscale_()
     if clear == "load":
         run.session.load_state_dict(run.session.state_dict())
         run.model.zero_grad()
     else:
+        if clear == "skip":
+            assert run.session.step().skipped
         for each in {"session": [run.session], "model": [run.model]}.get(clear, run.optimizers):
             each.zero_grad()
     run.session.backward(both)
@@ -295,13 +297,14 @@ def test_one_optimizer_stepped_twice(level: str, library: str) -> None:
         assert (moved - 2 * right).norm() < 0.02 * right.norm()
 
 
-@over(level=[*SCALED, *PLAIN], library=LIBRARIES, between=["step", "load", "unscale and load"])
+@over(level=[*SCALED, *PLAIN], library=LIBRARIES, between=["step", "clipped step", "load", "unscale and load"])
 def test_gradients_that_nobody_clears_while_the_scale_changes(level: str, library: str, between: str) -> None:
     """Later ones are added to them, as in torch: to those that a step has used, or that come before a load."""
     scale = {"scale": preamp.DynamicScale(init_scale=2.0**8, growth_interval=1)} if level in SCALED else {}
     torch.manual_seed(0)
     model, reference = nn.Linear(8, 8), nn.Linear(8, 8)
     reference.load_state_dict(model.state_dict())
+    start = [p.detach().clone() for p in model.parameters()]
     run, plain = LIBRARIES[library].SGD(model.parameters(), lr=0.1), torch.optim.SGD(reference.parameters(), lr=0.1)
     with preamp.prepare(model, run, level=level, **scale) as session:
         early = copy.deepcopy(session.state_dict())
@@ -311,7 +314,10 @@ def test_gradients_that_nobody_clears_while_the_scale_changes(level: str, librar
                 loss = model(x).float().square().mean()
             session.backward(loss)
             reference(x).square().mean().backward()
-            if between == "step" or turn == 3:
+            if between == "clipped step":
+                session.clip_grad_norm_(0.01)
+                torch.nn.utils.clip_grad_norm_(reference.parameters(), 0.01)
+            if "step" in between or turn == 3:
                 session.step()
                 plain.step()
             elif turn == 1:
@@ -320,8 +326,8 @@ def test_gradients_that_nobody_clears_while_the_scale_changes(level: str, librar
                 masters = copy.deepcopy(session.state_dict()["masters"])
                 losses = {"loss": {**early["losses"]["loss"], **({"scale": 2.0**5} if level in SCALED else {})}}
                 session.load_state_dict({**early, "losses": losses, "masters": masters})
-    for seen, right in zip(model.parameters(), reference.parameters(), strict=True):
-        assert (seen - right).norm() < 0.02 * right.norm()
+    for seen, right, was in zip(model.parameters(), reference.parameters(), start, strict=True):
+        assert (seen - right).norm() < 0.02 * (right - was).norm()
 
 
 @over(level=[*SCALED, *PLAIN], library=LIBRARIES)
@@ -341,20 +347,23 @@ def test_an_optimizer_without_gradients(level: str, library: str) -> None:
 
 
 @over(level=[*SCALED, *PLAIN], library=LIBRARIES, read=["not", "unscale_", "clip_grad_norm_", "clip_grad_value_"],
-      group=["new", "same", "another"])  # fmt: skip
-def test_parameters_that_join_between_backward_and_step(level: str, library: str, read: str, group: str) -> None:
+      group=["new", "same", "another"], names=["", "ab"])  # fmt: skip
+def test_parameters_that_join_between_backward_and_step(
+    level: str, library: str, read: str, group: str, names: str
+) -> None:
     """With gradients as backward left them; those that leave are not stepped."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 8, bias=False), nn.Linear(8, 8, bias=False))
     start = [p.detach().clone() for p in model.parameters()]
     model[1].weight.requires_grad_(False)
     optimizer = LIBRARIES[library].SGD(model[0].parameters(), lr=0.1)
-    scale = {"scale": 1024.0} if level in SCALED else {}
-    with preamp.prepare(model, optimizer, level=level, **scale) as session:
+    scale: Any = {"scale": dict.fromkeys(names, 1024.0) or 1024.0} if level in SCALED else {}
+    with preamp.prepare(model, optimizer, level=level, losses=tuple(names) or "loss", **scale) as session:
         model[1].weight.requires_grad_(True)
-        with session.autocast():
-            loss = model(torch.ones(4, 8)).float().square().mean()
-        session.backward(loss)
+        for name in names or [None]:
+            with session.autocast():
+                loss = model(torch.ones(4, 8)).float().square().mean()
+            session.backward(loss / max(len(names), 1), name=name)
         if read != "not":
             getattr(session, read)(*((1e3,) if "clip" in read else ()))
         if group == "new":

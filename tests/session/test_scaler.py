@@ -169,6 +169,22 @@ def test_what_it_refuses() -> None:
         scaler.scale(torch.ones(()))
 
 
+@pytest.mark.parametrize("level", ["O2", "O5"])
+def test_backward_to_inputs_of_a_loss_made_in_full_precision(level: str) -> None:
+    """In whose graph the parameters are other tensors."""
+
+    def gradients(scaled: bool) -> list[Tensor | None]:
+        model, _, session = made(level)
+        with session.full_precision():
+            loss = model(batch(0)[0]).square().mean()
+        inputs: Any = {"inputs": list(model[0].parameters())}
+        preamp.SessionScaler(session).scale(loss).backward(**inputs) if scaled else session.backward(loss, **inputs)
+        return [p.grad for p in model.parameters()]
+
+    found = gradients(True)
+    assert same(found, gradients(False)) and [g is None for g in found] == [False] * 2 + [True] * 4
+
+
 def test_losses_with_scales_of_their_own_are_refused() -> None:
     model = nn.Linear(6, 3)
     optimizer = preamp.optim.SGD(model.parameters(), 0.1)

@@ -45,7 +45,7 @@ class Audit:
         """Read the flags of earlier comparisons that have arrived from the device by now."""
         for flag in [each for each in self._flags if each.ready()]:
             self._flags.remove(flag)
-            self._warn(flag.name if flag.value() else None)
+            self._warn(flag.name if flag.here else None)
 
     def written(self, pairs: Sequence[tuple[Parameter, Leaf]]) -> Iterator[tuple[Parameter, Leaf]]:
         """Find parameters that were written through `.data`; on an accelerator their masters are updated here."""
@@ -104,8 +104,8 @@ class FlagOnItsWay:
 
     def __init__(self, name: str, flag: Tensor) -> None:
         self.name = name
-        self._here = torch.empty((), dtype=torch.bool, device="cpu", pin_memory=flag.device.type == "cuda")
-        self._here.copy_(flag, non_blocking=True) if flag.device.type != "meta" else self._here.zero_()
+        self.here = torch.empty((), dtype=torch.bool, device="cpu", pin_memory=flag.device.type == "cuda")
+        self.here.copy_(flag, non_blocking=True) if flag.device.type != "meta" else self.here.zero_()
         self._event = torch.Event(flag.device) if flag.device.type != "meta" else None
         if self._event is not None:
             self._event.record()
@@ -113,7 +113,3 @@ class FlagOnItsWay:
     def ready(self) -> bool:
         """Whether it has arrived; no host sync."""
         return self._event is None or bool(self._event.query())
-
-    def value(self) -> bool:
-        """The flag."""
-        return bool(self._here)

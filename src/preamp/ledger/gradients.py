@@ -45,6 +45,8 @@ class Gradients:
         self._sums = WideSums()
         self.records: dict[Optimizer, Record] = {}
         """What was read of the gradients of each optimizer since its last step."""
+        self.clipped: dict[Optimizer, Record] = {}
+        """Of optimizers whose last step has clipped by a factor: gradients that are kept still lack that."""
         self.carried: list[Parameter] = []
         """Parameters with true gradients from before the session, until the first backward pass."""
 
@@ -54,8 +56,7 @@ class Gradients:
         for optimizer in self._optimizers:
             for group in optimizer.param_groups:
                 for parameter in group["params"]:
-                    found: torch.device = parameter.device
-                    return found
+                    return cast(torch.device, parameter.device)
         return torch.device(self._device_type)
 
     def _of(self, optimizer: Optimizer) -> Owned:
@@ -93,7 +94,7 @@ class Gradients:
 
     def _rest(self, record: Record) -> None:
         if not record.true:
-            self._shrink(record)
+            self.shrink(record)
             return
         scale = None if record.inverse is None else reciprocal(record.inverse)
         totals = {p: p.grad for p in record.kept if p.grad is not None}
@@ -104,9 +105,9 @@ class Gradients:
         if scale is not None:
             multiply_(present_in(others)[1], scale)
         for parameter, total in totals.items():
-            self._sums.show(parameter, total)
+            self._sums.show(parameter, total if scale is None else total * scale.to(total.device))
 
-    def _shrink(self, record: Record) -> None:
+    def shrink(self, record: Record) -> None:
         """Apply the clipping of the step to gradients that were not cleared or written since."""
         if (clip := record.clip) is None:
             return
@@ -146,13 +147,15 @@ class Gradients:
             multiply_([*wide.values(), *present_in([p for p in present if p not in wide])[1]], inverse)
         return wide
 
-    def add_unscaled(self, run: Callable[[], None], inverse: Tensor | None) -> dict[Optimizer, Reading]:
+    def add_unscaled(
+        self, run: Callable[[], None], inverse: Tensor | None, others: Iterable[Parameter]
+    ) -> dict[Optimizer, Reading]:
         """Run a backward pass, unscale what it adds by `inverse`, and add that to the true gradients so far.
 
-        Returns the reading of each optimizer that got gradients from it. Whatever happens in `run`, earlier gradients
-        stay.
+        `others`: parameters of no optimizer, to which it adds as well. Returns the reading of each optimizer that got
+        gradients from it. Whatever happens in `run`, earlier gradients stay.
         """
-        parameters = {p: None for each in self._optimizers for p in parameters_of(each) if p.requires_grad}
+        parameters = {p: None for p in chain(*map(parameters_of, self._optimizers), others) if p.requires_grad}
         before = {p: p.grad for p in parameters}
         for parameter, grad in before.items():
             if grad is not None:
@@ -171,14 +174,13 @@ class Gradients:
             if grad is not None:
                 grad = grad.coalesce() if grad.layout is torch.sparse_coo else placed_as(grad, parameter)
                 added[parameter] = grad.float() if parameter in self._masters else grad
-        readings = {}
-        scaled = dict(added)
+        readings, scaled = {}, dict(added)
         for optimizer in self._optimizers:
             own = {p: scaled.pop(p) for p in parameters_of(optimizer) if p in scaled}
             if own or self._of(optimizer).agreement is not None:
                 readings[optimizer] = self._read(optimizer, own)
-                if inverse is not None:
-                    multiply_(own.values(), inverse)
+        if inverse is not None:
+            multiply_(added.values(), inverse)
         for parameter, grad in before.items():
             parameter.grad = grad
             if parameter in added:
@@ -351,6 +353,9 @@ class Gradients:
     def forget(self, optimizer: Optimizer, stepped: bool = False) -> None:
         """Drop the record: the optimizer has `stepped`, or its gradients were cleared."""
         record = self.records.pop(optimizer, None)
+        self.clipped.pop(optimizer, None)
+        if stepped and record is not None and record.clip is not None:
+            record.collected, self.clipped[optimizer] = None, record
         if not self._sums and (record is None or not record.true) and not self._masters.inside:
             return
         for parameter in parameters_of(optimizer):

@@ -291,9 +291,8 @@ class Masters:
             if parameter not in self._adopted:
                 set_data(parameter, self._in_float32(parameter, leaf))
         rebuild_reducers(self._leaves)
-        self._leaves.clear()
-        self._wide.clear()
-        self._adopted.clear()
+        for known in (self._leaves, self._wide, self._adopted):
+            known.clear()
         self._every = None
 
     @contextmanager

@@ -40,9 +40,8 @@ class CapturedStep:
         self._graph: Any = None
         self._inputs: tuple[Any, dict[str, Any]] = ((), {})
         self._outputs: Any = None
-        self._steps = 0
+        self._steps = self._changes = 0
         self._hyper: list[dict[str, Any]] | None = None
-        self._changes = 0
         self._ran: tuple[Any, ...] | None = None
         """The tensors of the last call, if it ran as written."""
         self._stream: Any = None
@@ -125,8 +124,7 @@ class CapturedStep:
 
     def _as_written(self, args: Any, kwargs: Any) -> Any:
         """Run on a side stream, as torch requires before a capture, with memory that calls share."""
-        if self._stream is None:
-            self._stream = torch.cuda.Stream()
+        self._stream = self._stream or torch.cuda.Stream()
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
             results = self._function(*args, **kwargs)
@@ -225,16 +223,11 @@ class Rates:
         Also rates that were loaded since, from a state with tensors. A host sync.
         """
         for (optimizer, index), given in self._given.items():
-            if index >= len(optimizer.param_groups):
-                continue
-            group = optimizer.param_groups[index]
-            now = group["lr"]
-            if not isinstance(now, Tensor):  # set after the last call
+            group = optimizer.param_groups[index] if index < len(optimizer.param_groups) else {}
+            if not isinstance(now := group.get("lr"), Tensor):  # set after the last call
                 continue
             if isinstance(given, Tensor):
                 group["lr"] = given.copy_(now)
             else:
                 unchanged = torch.equal(now.detach().cpu(), torch.tensor(given, dtype=now.dtype, device="cpu"))
                 group["lr"] = given if unchanged else float(now)  # the tensor has fewer digits
-        self._given.clear()
-        self._ours.clear()

@@ -186,10 +186,8 @@ class PendingScales:
 
     def clear(self) -> None:
         """Drop all pending updates."""
-        self._ran.clear()
-        self._stepped.clear()
-        self.due.clear()
-        self._records.clear()
+        for pending in (self._ran, self._stepped, self.due, self._records):
+            pending.clear()
 
 
 def named_values(value: Any, what: str) -> dict[str, Any]:

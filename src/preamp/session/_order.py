@@ -243,11 +243,16 @@ class CallOrder:
             some = [parameter.grad for parameter in self._seen.get(each, ())]
             mark(some or gradients_of(each)[:1], "_preamp_stepped")
 
-    def scaled_pass(self, loss: Tensor, scale: LossScale) -> None:
-        """Prepare a scaled backward pass: gradients that a step has used, and nobody has cleared, get its scale."""
-        self._others.find(loss)
-        for each, some in () if self._losses.separate_scales else self._seen.items():
-            if [p for p in some if p.grad is not None and is_marked(p.grad, "_preamp_stepped")]:
+    def before_pass(self, loss: Tensor, scale: LossScale) -> None:
+        """Have gradients that a step has used, and nobody has cleared, be clipped as there, and get a pass's scale."""
+        if self._losses.scaled:
+            self._others.find(loss)
+        for each in {**self._seen, **self._gradients.clipped}:
+            some = self._seen.get(each) or parameters_of(each)
+            kept = [p for p in some if p.grad is not None and is_marked(p.grad, "_preamp_stepped")]
+            if kept and each in self._gradients.clipped:
+                self._gradients.shrink(self._gradients.clipped.pop(each))
+            if kept and each in self._seen and not self._losses.separate_scales:
                 now, every = scale.current(self._gradients.device), list(parameters_of(each))
                 multiply_(present_in([p for p in every if p not in self._masters])[1], now)
                 multiply_(present_in(self._masters.among(every))[1], now / self._scales[each])  # no step unscales them

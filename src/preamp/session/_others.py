@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from ..autocast import nodes_behind
@@ -29,8 +30,8 @@ class OtherLeaves:
     17 ..., and in each pass once another optimizer has stepped; a walk takes less than a microsecond a node.
     """
 
-    def __init__(self, optimizers: Sequence[Optimizer], conversions: Sequence[Conversion]) -> None:
-        self._optimizers, self._conversions = optimizers, conversions
+    def __init__(self, optimizers: Sequence[Optimizer], conversions: Sequence[Conversion], separate: bool) -> None:
+        self._optimizers, self._conversions, self._separate = optimizers, conversions, separate
         self._found: dict[int, weakref.ref[Tensor]] = {}
         self._passes, self._next, self.met = 0, 1, False
         """`met`: whether an optimizer that the session does not have has stepped."""
@@ -38,6 +39,10 @@ class OtherLeaves:
     def __iter__(self) -> Iterator[Tensor]:
         found = [leaf for known in self._found.values() if (leaf := known()) is not None] if self._found else ()
         return chain(*map(attrgetter("unstepped"), self._conversions), found)
+
+    def unscaled(self) -> list[Parameter]:
+        """Parameters to be unscaled after each pass, as losses have scales of their own: they may join an optimizer."""
+        return [leaf for leaf in self if self._separate and isinstance(leaf, Parameter)]
 
     def find(self, loss: Tensor) -> None:
         """Look, now and then, for leaves that the scaled backward pass of a loss will reach."""

@@ -31,11 +31,8 @@ from ._session import Session
 from ._step import OPEN, SKIPS
 
 Models = nn.Module | Sequence[nn.Module] | Mapping[str, nn.Module]
-
-
-_NOT_GIVEN: Any = object()
-
 Optimizers = Optimizer | Sequence[Optimizer] | Mapping[str, Optimizer] | None
+_NOT_GIVEN: Any = object()
 
 
 def prepare(
@@ -129,7 +126,8 @@ def prepare(
         for parameter, gradient in earlier.items():
             parameter.grad = gradient
         raise
-    remember(session)
+    every = (module for each in models.values() for module in each.modules())
+    _SESSIONS.update(dict.fromkeys(every, weakref.ref(session)))
     _warn_of_float64(models, chosen)
     for each_optimizer in optimizers.values():
         if not chosen.masters:
@@ -337,12 +335,6 @@ def _warn_of_eps(optimizer: Optimizer, policy: Policy) -> None:
 
 _SESSIONS: weakref.WeakKeyDictionary[nn.Module, weakref.ref[Session]] = weakref.WeakKeyDictionary()
 """The last session that each module was prepared for."""
-
-
-def remember(session: Session) -> None:
-    """Remember the models of a session."""
-    every = (module for model in session.models.values() for module in model.modules())
-    _SESSIONS.update(dict.fromkeys(every, weakref.ref(session)))
 
 
 def sessions_of(*models: nn.Module) -> list[Session]:

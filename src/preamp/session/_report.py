@@ -68,7 +68,5 @@ class StepReport:
         return StepReport, (self.index, self.skipped, self.scale, self.grad_norm, self.nonfinite, tuple)
 
     def __repr__(self) -> str:
-        return (
-            f"StepReport(index={self.index}, skipped={self.skipped}, scale={self.scale:g}, "
-            f"grad_norm={self.grad_norm:.4g})"
-        )
+        read = f"skipped={self.skipped}, scale={self.scale:g}, grad_norm={self.grad_norm:.4g}"
+        return f"StepReport(index={self.index}, {read})"

@@ -161,7 +161,11 @@ class Session:
         if self._losses.separate_scales:
             raise SessionError(f"the loss {name!r} has a scale of its own: write session.backward(loss, name={name!r})")
         self._pending.ran(name)
-        return self._order.scaled(self._losses[name].scale(loss))
+        scaled = self._order.scaled(self._losses[name].scale(loss))
+        if loss.grad_fn is not None and self._full.nodes.has(loss.grad_fn):
+            inner, scaled = scaled, scaled.view_as(scaled)  # which does not refer to itself
+            scaled.backward = functools.partial(_go_back, self._masters, inner)  # type: ignore[method-assign]
+        return scaled
 
     @uncompiled
     def backward(self, loss: Tensor, *, name: str | None = None, sync: bool = True, **kwargs: Any) -> None:
@@ -178,17 +182,15 @@ class Session:
         if not sync:
             self._needs_gradients("backward(sync=False)")
             checks.check_no_sync(self._models.values())
-        if (given := kwargs.get("inputs")) is not None:
-            inputs = [given] if isinstance(given, Tensor) else given
-            kwargs["inputs"] = [each for one in inputs for each in self._masters.behind(one)]
         scale = self._losses[name]
         seed = scale.seed(loss) if kwargs.get("gradient") is None else None  # saves the product, and its backward
-        backward = scale.scale(loss).backward if seed is None else functools.partial(loss.backward, seed)
-        run = functools.partial(backward, **kwargs)
+        of, first = (scale.scale(loss), ()) if seed is None else (loss, (seed,))
+        back = functools.partial(_go_back, self._masters) if "inputs" in kwargs else type(of).backward
+        run = functools.partial(back, of, *first, **kwargs)
         with BackwardPass(self._order, name, self._released):
             if self._losses.separate_scales:
                 self._pending.void_zeroed()
-                readings = self._gradients.add_unscaled(run, scale.inverse(loss.device))
+                readings = self._gradients.add_unscaled(run, scale.inverse(loss.device), self._steps.others.unscaled())
                 self._pending.record(name, readings)
             else:
                 run()
@@ -212,8 +214,7 @@ class Session:
         self._order.check_backward()
         self._full.counts = self._full.depth > 0
         self._settle(name)
-        if self._losses.scaled:
-            self._order.scaled_pass(loss, self._losses[name])
+        self._order.before_pass(loss, self._losses[name])
         if self._gradients.carried:
             self._gradients.scale_carried(None if self._losses.separate_scales else self._losses[name].scale)
         return name
@@ -552,3 +553,11 @@ class Session:
         """Update the scale of a loss, or all, from the steps since then."""
         if self._pending.due:
             self._pending.settle(name, lambda: first_nonfinite(self._named()))
+
+
+def _go_back(masters: Masters, loss: Tensor, *args: Any, inputs: Any = None, **kwargs: Any) -> None:
+    """`loss.backward`, where `inputs` that are parameters may be other tensors in its graph."""
+    if inputs is not None:
+        given = [inputs] if isinstance(inputs, Tensor) else inputs
+        kwargs["inputs"] = [each for one in given for each in masters.behind(one)]
+    loss.backward(*args, **kwargs)

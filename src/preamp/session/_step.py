@@ -47,7 +47,7 @@ class OptimizerSteps:
         self, optimizers: Sequence[Optimizer], gradients: Gradients, masters: Masters, losses: Losses,
         pending: PendingScales, full: FullPrecision, conversions: Sequence[Conversion], skip: str,
     ) -> None:  # fmt: skip
-        self.others = OtherLeaves(optimizers, conversions)
+        self.others = OtherLeaves(optimizers, conversions, losses.separate_scales)
         self.optimizers = list(optimizers)
         self._gradients, self._masters = gradients, masters
         self._losses, self._pending, self._full = losses, pending, full
@@ -114,8 +114,8 @@ class OptimizerSteps:
         except BaseException:
             self._gradients.rest()  # as they were, since the step may be tried again
             raise
-        for each in chosen:
-            self._gradients.forget(each, stepped=True)
+        for each, skip in zip(chosen, skipped, strict=True):
+            self._gradients.forget(each, stepped=not skip)
         read = reduce(Reading.merged, map(attrgetter("reading"), records))
         return parameters, read, norm, None if None in skipped else any(skipped)
 
@@ -193,7 +193,7 @@ class OptimizerSteps:
 
     def _before_load(self, optimizer: Optimizer, state: Any) -> None:
         """Torch casts loaded state to the parameters' dtype: let it find float32 masters, not 16-bit parameters."""
-        if list(map(_size, optimizer.param_groups)) != list(map(_size, state["param_groups"])):
+        if [len(g["params"]) for g in optimizer.param_groups] != [len(g["params"]) for g in state["param_groups"]]:
             return  # torch refuses it, and masters would never be swapped out
         if not self._full.depth:
             self._gradients.rest()
@@ -266,10 +266,6 @@ def modes_of(optimizer: Optimizer) -> tuple[str, ...]:
     modes = both if all(callable(getattr(kind, name, None)) for name in both) else ()
     plain = isinstance(optimizer, FusedOptimizer) or kind.load_state_dict is Optimizer.load_state_dict
     return modes if plain else (*modes, "load_state_dict")
-
-
-def _size(group: Mapping[str, Any]) -> int:
-    return len(group["params"])
 
 
 def _step_under_flag(optimizer: Any, found: Tensor | None) -> None:
