@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _python_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
@@ -161,3 +163,40 @@ class Seen(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self.seen[str(func)] += "mm" in str(func)
         return func(*args, **(kwargs or {}))
+
+
+def test_a_pass_with_fake_tensors_is_left_alone() -> None:
+    model, x = Net(), torch.randn(4, 8)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with preamp.doctor.watch(model, every=1) as seen:
+        for _ in range(3):
+            loss = model(x).square().mean()
+            with FakeTensorMode(allow_non_fake_inputs=True):
+                Net()(torch.randn(4, 8))
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+    assert "failed" not in seen.report().verdict
+
+
+def test_two_models_that_train_in_two_threads() -> None:
+    """The region of one is none of the other's, and what observes one may end while the other runs."""
+
+    def train(model: nn.Module) -> None:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for _ in range(40):
+            with torch.autocast("cpu", torch.bfloat16):
+                loss = model(torch.ones(4, 8)).square().mean()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+
+    models = {"a": Net(), "b": Net()}
+    with preamp.doctor.watch(models, every=2) as seen:
+        threads = [threading.Thread(target=train, args=(model,)) for model in models.values()]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert [one for one in seen.findings if one.code == "PA110"] == []
+    assert "failed" not in seen.report().verdict

@@ -53,8 +53,10 @@ class Patches:
 
 
 def is_traced() -> bool:
-    """Whether what runs is made into a program: by the compiler, by export, by `torch.jit.trace`."""
-    return torch.compiler.is_compiling() or torch.jit.is_tracing()  # type: ignore[attr-defined]
+    """Whether what runs is made into a program, by the compiler, export or `torch.jit.trace`, or has no numbers."""
+    if torch.compiler.is_compiling() or torch.jit.is_tracing():  # type: ignore[attr-defined]
+        return True
+    return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
 
 
 def subclasses(kind: type) -> list[type]:

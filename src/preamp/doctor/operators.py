@@ -242,10 +242,11 @@ class Stream(TorchDispatchMode):
 
     def _before(self, func: Any, args: Any, kwargs: Any) -> Call | None:
         """The operator that is about to run, as observers see it; None where none of them is shown it."""
-        if self._places is None:
+        places = self._places  # another thread may take them away
+        if places is None:
             return None
         written = written_by(func, args, kwargs)
-        place = self._places.place(any(t._is_view() for t in written))
+        place = places.place(any(t._is_view() for t in written))
         shown = self._shown(place)
         if not shown:
             return None

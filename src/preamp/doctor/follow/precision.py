@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import threading
 import weakref
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -35,7 +37,8 @@ class Precision:
         """"module" or "function" once torch.compile was called on one."""
         self.on_first_cast: Callable[[], None] | None = None
         """Follows what the script computes from here on: the mode for that slows every operator down."""
-        self._depth = 0
+        self._depths: Counter[int] = Counter()
+        """Regions entered, by thread."""
         self._versions: dict[int, int] = {}
 
     def start(self) -> None:
@@ -60,6 +63,10 @@ class Precision:
         """A module is called, or will be: one that was compiled before the watching began is known by its class."""
         if self.compiled is None and type(module).__name__ == "OptimizedModule":
             self.compiled = "module"
+
+    @property
+    def _depth(self) -> int:
+        return self._depths[threading.get_ident()]
 
     @property
     def keeps_casts(self) -> bool:
@@ -89,11 +96,11 @@ class Precision:
     def _enter(self, original: Any, region: Any) -> Any:
         if self._depth == 0:
             self._versions = {}
-        self._depth += 1
+        self._depths[threading.get_ident()] += 1
         return self._changed(original(region))
 
     def _exit(self, original: Any, region: Any, *error: Any) -> Any:
-        self._depth -= 1
+        self._depths[threading.get_ident()] -= 1
         return self._changed(original(region, *error))
 
     def _changed(self, out: Any) -> Any:
