@@ -207,7 +207,7 @@ def _check_kinds(models: dict[str, Any], optimizers: dict[str, Any]) -> None:
                 "LBFGS evaluates the loss several times a step, and each evaluation could overflow on its own, so "
                 "its steps cannot be skipped as a whole: train with it in float32, without a session"
             )
-        if any(optimizer in steps.optimizers for steps in OPEN):
+        if optimizer in OPEN:
             raise SessionError(
                 f"{_called(name, optimizer)} has an open session: close() that, or prepare() both at once"
             )

@@ -224,33 +224,39 @@ class OptimizerSteps:
                 state_like_parameters(each)
 
 
-class _OpenSessions(weakref.WeakSet[OptimizerSteps]):
+class _OpenSessions:
     """Asks open sessions before any optimizer of the process steps: theirs, or another.
 
     One hook serves all sessions. The end of a session that nobody closed does not remove it: the garbage collector may
     run at any line, also while torch iterates over its hooks.
     """
 
-    _handle: Any = None
+    def __init__(self) -> None:
+        self._open: list[weakref.ref[OptimizerSteps]] = []
+        self._handle: Any = None
+
+    def __contains__(self, optimizer: Optimizer) -> bool:
+        return any(optimizer in steps.optimizers for known in self._open if (steps := known()) is not None)
 
     def add(self, steps: OptimizerSteps) -> None:
-        super().add(steps)
+        self._open.append(weakref.ref(steps))
         self._handle = self._handle or register_optimizer_step_pre_hook(self._before_step)
 
     def discard(self, steps: OptimizerSteps) -> None:
-        super().discard(steps)
-        if self._handle is not None and not self:
+        self._open = [known for known in self._open if known() not in (None, steps)]
+        if self._handle is not None and not self._open:
             self._handle.remove()
             self._handle = None
 
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         with_closure = any(map(callable, (*args, *kwargs.values())))
-        for steps in self:
-            if optimizer in steps.optimizers:  # of one session: they share no parameters
+        for known in self._open:
+            if (steps := known()) is not None and optimizer in steps.optimizers:  # of one session only
                 steps.before_own_step(optimizer, with_closure)
                 return
-        for steps in self:
-            steps.before_step_of_another(optimizer, with_closure)
+        for known in self._open:
+            if (steps := known()) is not None:
+                steps.before_step_of_another(optimizer, with_closure)
 
     _before_step.changes_nothing = True  # type: ignore[attr-defined]
 
