@@ -120,10 +120,8 @@ class Precision:
 
     def _cast_tensor(self, original: Any, tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
         """Remember what the script cast outside of models, where it is small: a table, a batch of indices."""
-        begin, early = (
-            self.on_first_cast,
-            not self._run.attempts and not self._run.stream.is_paused,
-        )
+        begin, early = self.on_first_cast, not self._run.attempts
+        early = early and not self._run.stream.is_paused  # which it is for a module's cast
         if begin is not None and early and casts_low(original.__name__, (tensor, *args), kwargs):
             self.on_first_cast = None
             begin()
