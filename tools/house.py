@@ -8,6 +8,7 @@
 from __future__ import annotations
 
 import ast
+import os
 import re
 import sys
 import tempfile
@@ -289,6 +290,7 @@ def main() -> None:
     print(f"imports of rooms that are not below: {len(up)}{''.join(chr(10) + '  ' + each for each in up)}")
     found = circles_of_files(arrows, source)
     print(f"circles: {len(found)}{''.join(f'{chr(10)}  {len(each)}: ' + ', '.join(each) for each in found)}")
+    os.environ["PREAMP_CPU_MULTIPLIES"] = "bf16,fp16"  # products through float32 are calls that not every CPU needs
     for name, run in steps():
         print(f"one step, {name}: {walked(run)}")
     print(f"PA202 from tensor to page: {len(files_of_pa202())} files of doctor and report")
