@@ -14,19 +14,23 @@ from ..compiling import traced_by_callers
 
 
 class Patches:
-    """Replacements that `close` takes back, the last first."""
+    """Replacements that `close` takes back, the last first. They do nothing while `applies()` is false."""
 
-    def __init__(self) -> None:
+    def __init__(self, applies: Callable[[], bool] = lambda: True) -> None:
+        self._applies = applies
         self._undo: list[Callable[[], None]] = []
 
-    def wrap(self, owner: Any, name: str, around: Callable[..., Any]) -> None:
-        """Have `owner.name(*args)` call `around(original, *args)`; the name, signature and doc stay."""
+    def wrap(self, owner: Any, name: str, around: Callable[..., Any], *, always: bool = False) -> None:
+        """Have `owner.name(*args)` call `around(original, *args)`; the name, signature and doc stay.
+
+        `always`: it asks by itself whether it applies.
+        """
         original = getattr(owner, name)
         had_own = name in vars(owner)
 
         @functools.wraps(original)
         def replaced(*args: Any, **kwargs: Any) -> Any:
-            if is_traced():  # what is made of it must not contain our calls
+            if is_traced() or not (always or self._applies()):  # what is traced must not contain our calls
                 return original(*args, **kwargs)
             return around(original, *args, **kwargs)
 

@@ -59,6 +59,9 @@ class Names:
         self._watched: list[weakref.ref[Any]] = []
         """Keeps what takes a tensor out of `owners` when it goes: an id is given again."""
         self._unknown = WeakIdKeyDictionary()
+        self.callers: weakref.WeakKeyDictionary[nn.Module, int] = weakref.WeakKeyDictionary()
+        """Threads that called models under autograd, by their identifiers."""
+        self._only: int | None = None
         self.is_sharded = False
         """Whether processes hold parts of the models: then a call is one of all of them, and none can call alone."""
 
@@ -158,7 +161,16 @@ class Names:
         if len(kept) < len(self.models):
             self._take(kept)
 
+    def keep_called(self, thread: int) -> None:
+        """Keep what this thread calls, from here on: other models are trained by others, which free their gradients."""
+        self._only = thread
+        self._take(self.models)
+
+    def _is_called(self, model: nn.Module) -> bool:
+        return self._only is None or any(self.callers.get(part) == self._only for part in model.modules())
+
     def _take(self, models: dict[str, nn.Module]) -> None:
+        models = {name: model for name, model in models.items() if self._is_called(model)}
         self._models = {name: weakref.ref(model) for name, model in models.items()}
         before, self._paths, self.owners, held = self._paths, weakref.WeakKeyDictionary(), {}, list[Tensor]()
         taken = {before.get(model, "a part") for model in models.values()}

@@ -129,13 +129,13 @@ class Observer:
 class Stream(TorchDispatchMode):
     """Shows operators to observers, which come and go. Errors of theirs are the clock's; those of operators are raised.
 
-    `places`: makes what knows where operators run, when the first observer comes. The mode is there as long as an
-    observer is.
+    `places`: makes what knows where operators run, when the first observer comes; `applies`: whether operators of this
+    thread are shown. The mode is there as long as an observer is.
     """
 
-    def __init__(self, places: Callable[[], Places], clock: Clock) -> None:
+    def __init__(self, places: Callable[[], Places], clock: Clock, applies: Callable[[], bool] = lambda: True) -> None:
         super().__init__()
-        self._make_places, self._clock = places, clock
+        self._make_places, self._clock, self._applies = places, clock, applies
         self._places: Places | None = None
         self._observers: list[Observer] = []
         self._threads: dict[int, bool] = {}
@@ -186,7 +186,7 @@ class Stream(TorchDispatchMode):
     def leave(self) -> None:
         """Take the mode away where nobody observes, also from below others."""
         thread, stack = threading.get_ident(), _get_current_dispatch_mode_stack()
-        if self._observers or thread not in self._threads or self not in stack:
+        if (self._observers and self._applies()) or thread not in self._threads or self not in stack:
             return
         if self._threads[thread] or not torch.is_inference_mode_enabled():
             del self._threads[thread]
@@ -222,7 +222,9 @@ class Stream(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if self.is_paused or is_traced() or not any(one.wants(func, args, kwargs) for one in self._observers):
+        if self.is_paused or is_traced() or not self._applies():
+            return func(*args, **kwargs)
+        if not any(one.wants(func, args, kwargs) for one in self._observers):
             return func(*args, **kwargs)
         call = None
         with self._clock:

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import signal
+import threading
 import traceback
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
+import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -35,8 +37,8 @@ class Run:
 
     def __init__(self, recorder: Recorder, base: Path, names: Names | None = None) -> None:
         self.recorder, self.names = recorder, names or Names()
-        self.patches, self.clock = Patches(), Clock(self._failed)
-        self.stream = Stream(self._places, self.clock)
+        self.patches, self.clock = Patches(self.is_followed), Clock(self._failed)
+        self.stream = Stream(self._places, self.clock, self.is_followed)
         self.tape = Tape(self.stream, Readings(), self.raised)
         self.emit = Listeners(checks(), self.report)
         self.optimizers: weakref.WeakValueDictionary[int, Optimizer] = weakref.WeakValueDictionary()
@@ -60,6 +62,8 @@ class Run:
         self.on_failure: list[Callable[[], None]] = []
         self._base = base
         self._most = 0  # attempts of an optimizer that is gone
+        self._thread: threading.Thread | None = None
+        self._is_alone = True
         self._reported: set[Any] = set()
 
     def _places(self) -> Places:
@@ -69,6 +73,43 @@ class Run:
     def is_own(self) -> bool:
         """Whether this is the process that is followed, and not one that it forked."""
         return self.recorder.is_own
+
+    def is_followed(self) -> bool:
+        """Whether this is the thread that is followed: the first that differentiates or steps, until it ends.
+
+        Of what another one trains gradients are freed at any time, also while they are read.
+        """
+        thread = self._thread
+        if not self.is_own or thread is None or thread.ident == threading.get_ident() or not thread.is_alive():
+            return self.is_own
+        return self.in_backward and torch._C._current_graph_task_id() != -1  # a thread of autograd's, for a GPU
+
+    def trains(self) -> bool:
+        """Note that the thread differentiates or steps; returns whether it is followed."""
+        if not self.is_own:
+            return False
+        if not self.is_followed():
+            self.stream.leave()
+            if self._is_alone and self._thread is not None:
+                self._is_alone = False
+                self.recorder.write("threads")
+                self._keep_own()
+            return False
+        callers = set(self.names.callers.values())
+        mine = threading.get_ident() in callers or not self.names.given
+        if mine and (self._thread is None or not self._thread.is_alive()):
+            self._thread = threading.current_thread()
+            if not self._is_alone or callers - {self._thread.ident}:
+                self._keep_own()
+        return True
+
+    def _keep_own(self) -> None:
+        """Let go of what is not trained by the thread that is followed."""
+        self.names.keep_called(cast(int, cast(threading.Thread, self._thread).ident))
+        kept = self.names.owners
+        for key, optimizer in list(self.optimizers.items()):
+            if not any(id(p) in kept for group in optimizer.param_groups for p in group["params"]):
+                del self.optimizers[key]
 
     @property
     def is_ours(self) -> bool:

@@ -129,7 +129,7 @@ class Steps:
         """A step may begin with it."""
         run = self._run
         run.optimizers[id(optimizer)] = optimizer
-        if not run.attempts and run.is_own:
+        if not run.attempts:
             with run.clock:
                 if not run.names.models:
                     run.names.search([optimizer])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import threading
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -14,7 +15,7 @@ from torch.optim import Optimizer
 
 from ...tree import tensors
 from ..hooks import is_traced
-from ..names import Names
+from ..names import Names, unwrapped
 from ..places import users_line
 from ..records import Recorder
 from .inspection import Inspection
@@ -65,7 +66,7 @@ class Watch:
 
         Watch.current = self
         patches = self.run.patches
-        patches.wrap(torch.autograd, "backward", self._backward)
+        patches.wrap(torch.autograd, "backward", self._backward, always=True)
         patches.wrap(torch.autograd, "grad", self._grad)
         patches.wrap(Optimizer, "__init__", self._made_optimizer)
         for hook in (
@@ -75,7 +76,7 @@ class Watch:
             patches.on_close(hook.remove)
         self._scalers.start()
         self._precision.start()
-        patches.wrap(sys, "excepthook", self._uncaught)
+        patches.wrap(sys, "excepthook", self._uncaught, always=True)
         self._silence("Using `torch.compile")
         self._hook_calls()
         self._precision.on_first_cast = lambda: self._inspection.wait(0)
@@ -116,10 +117,10 @@ class Watch:
 
     def _begins(self, module: nn.Module) -> bool:
         run = self.run
-        return not run.is_ours and torch.is_grad_enabled() and run.is_own and run.names.wants(module)
+        return not run.is_ours and torch.is_grad_enabled() and run.is_followed() and run.names.wants(module)
 
     def _enter(self, module: nn.Module, args: Any) -> None:
-        if is_traced() or self.run.is_ours or not self.run.is_own:
+        if is_traced() or self.run.is_ours or not self.run.is_followed():
             return
         self._precision.called(module)
         self._inspection.leave_compiled_alone()
@@ -176,6 +177,7 @@ class Watch:
     def _open(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         self._unhook()
         self.run.in_model = True
+        self.run.names.callers[unwrapped(module)] = threading.get_ident()
         call = None
         with self.run.clock:
             self._scalers.look_for_apex()
@@ -194,7 +196,7 @@ class Watch:
 
     def _backward(self, original: Any, tensors_: Any, *args: Any, **kwargs: Any) -> Any:
         run = self.run
-        if run.is_ours or run.is_given_up or not run.is_own:
+        if not run.trains() or run.is_ours or run.is_given_up:
             return original(tensors_, *args, **kwargs)
         losses = list(tensors(tensors_))
         with run.clock:
@@ -213,7 +215,7 @@ class Watch:
         run = self.run
         out = original(*args, **kwargs)
         wanted = kwargs.get("create_graph", args[4] if len(args) > 4 else False)
-        if wanted and not (run.is_ours or run.is_given_up) and run.is_own:
+        if wanted and not (run.is_ours or run.is_given_up):
             with run.clock:
                 run.tape.keep_grad(original, args, kwargs, out)
                 self._inspection.grad_asked(kwargs.get("outputs", args[0] if args else ()), out)
@@ -236,7 +238,7 @@ class Watch:
         self.steps.optimizer_made(optimizer)
 
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
-        if not self.run.is_own:
+        if not self.run.trains():
             return None
         given = _with_closure(args, kwargs, lambda: self.steps.before_step(optimizer))
         if given is None:
@@ -244,7 +246,7 @@ class Watch:
         return given
 
     def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        if self.run.is_own:
+        if self.run.is_followed():
             self.steps.after_step(optimizer)
 
 

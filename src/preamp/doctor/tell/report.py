@@ -118,6 +118,8 @@ def looked_at(rank: Rank | None) -> str:
         told += f" and {evaluations} evaluation{'s' if evaluations > 1 else ''}"
     if not all(one["whole"] for one in looks):
         told += ", a module at a time"
+    if "threads" in rank.facts:
+        told += ", in one thread of several that train"
     skipped = {name for one in looks for name in one["skipped"]}
     return told + (f", without {', '.join(sorted(skipped)[:5])}" if skipped else "")
 
