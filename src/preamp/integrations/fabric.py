@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import sys
 import weakref
-from collections.abc import Iterable
 from contextlib import AbstractContextManager, ExitStack
 from importlib.util import find_spec
 from typing import Any
@@ -94,8 +93,7 @@ class PreampPrecision(Host, Precision):
         if self._session is None and self._waits and torch.is_grad_enabled():
             models, optimizers = self._found()
             if optimizers:
-                self._begin(models, [each.optimizer for each in optimizers])
-                self._follow(optimizers)
+                self._begin(models, [each.optimizer for each in optimizers])._steps.follow(optimizers)
                 self._in_fabric = True
         return self._session
 
@@ -108,11 +106,6 @@ class PreampPrecision(Host, Precision):
             _SESSIONS[model] = (weakref.ref(session), f"{name}:" if name else "")
             self._undo.callback(model.register_state_dict_post_hook(_with_masters).remove)
         return session
-
-    def _follow(self, wrappers: Iterable[Any]) -> None:
-        """Have what the framework hands out in the place of optimizers exchange masters in `train` and `eval`."""
-        for each in wrappers:
-            self.session._steps.follow(each)
 
     def _found(self) -> tuple[list[nn.Module], list[Any]]:
         """The optimizers set up by a Fabric that has this plugin, and the models that they step, in order.

@@ -119,7 +119,7 @@ class PreampPrecision(fabric.PreampPrecision, Precision):
     def _attend(self, module: Any) -> None:
         """Have the module's schedules stand still after a skipped step, and averages of weights see masters."""
         self._module = module
-        self._follow(module.trainer.strategy._lightning_optimizers)
+        self.session._steps.follow(module.trainer.strategy._lightning_optimizers)
 
         def with_masters(hook: Any, *args: Any, **kwargs: Any) -> None:
             with self._in_float32():

@@ -74,8 +74,7 @@ class Session:
         self._full = full = FullPrecision(models.values(), masters, conversions)
         self._steps = OptimizerSteps(own, self._gradients, masters, losses, self._pending, full, conversions, skip)
         self._steps.wrappers = {optimizers[k]: v for k, v in (given or {}).items() if v is not optimizers[k]}
-        for wrapper in self._steps.wrappers.values():
-            self._steps.follow(wrapper)
+        self._steps.follow(self._steps.wrappers.values())
         self._order = CallOrder(
             optimizers, self._gradients, masters, losses, self._pending, full, self._steps.others, group, self.is_stage
         )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from functools import cache, reduce, wraps
 from itertools import chain
@@ -92,10 +92,11 @@ class OptimizerSteps:
 
         return run
 
-    def follow(self, wrapper: Any) -> None:
-        """Have `train` and `eval` of what a framework hands out in an optimizer's place be the optimizer's."""
-        for name in {"train", "eval"} & vars(unwrap(wrapper)).keys():
-            self._undo.enter_context(replaced(wrapper, name, vars(unwrap(wrapper))[name]))
+    def follow(self, wrappers: Iterable[Any]) -> None:
+        """Have what a framework hands out in the place of optimizers use their own `train` and `eval`."""
+        for each in wrappers:
+            for name in {"train", "eval"} & vars(unwrap(each)).keys():
+                self._undo.enter_context(replaced(each, name, vars(unwrap(each))[name]))
 
     def read(self, optimizer: Optimizer, steps_next: bool = False) -> Record:
         """Read an optimizer's gradients, once a step (`Gradients.read`)."""
