@@ -62,17 +62,14 @@ def safe_eps(optimizer: Optimizer, policy: Policy, *, apply: bool = False) -> tu
     """
     rows = []
     for index, group in enumerate(optimizer.param_groups):
-        eps = group.get("eps")
-        if isinstance(eps, (tuple, list)):  # Adafactor: the first regularises squared gradients
-            eps = eps[0]
-        if eps is None or not isinstance(eps, (int, float)):
+        several = isinstance(group.get("eps"), (tuple, list))  # Adafactor: the first regularises squared gradients
+        eps = group["eps"][0] if several else group.get("eps")
+        if not isinstance(eps, (int, float)):
             continue
         dtype = _arithmetic(group, policy)
         row = eps_row(index, float(eps), dtype)
         if apply and not row.fine:
-            group["eps"] = (
-                (row.suggested, *group["eps"][1:]) if isinstance(group["eps"], (tuple, list)) else row.suggested
-            )
+            group["eps"] = (row.suggested, *group["eps"][1:]) if several else row.suggested
             row = eps_row(index, row.suggested, dtype)
         rows.append(row)
     return tuple(rows)

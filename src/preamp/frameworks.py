@@ -8,7 +8,7 @@ leaves an optimizer a flag as an attribute.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from functools import lru_cache
 from typing import Any
 
@@ -18,19 +18,18 @@ _FRAMEWORKS = ("lightning", "pytorch_lightning", "lightning_fabric", "accelerate
 
 
 def unwrap(given: Any) -> Any:
-    """The optimizer that a framework's optimizer steps, the module (or parallel wrapper) that its module calls; else
-    `given` itself.
-    """
-    while _is_framework(type(given)):  # type: ignore[arg-type]
-        held = vars(given)
-        if isinstance(given, nn.Module):
-            inner = held["_modules"].get("_forward_module")
-        else:
-            inner = held.get("_optimizer", held.get("optimizer"))
-        if inner is None:
-            return given  # a LightningModule, say, which is a model
+    """The optimizer that a framework's optimizer steps, the module or wrapper that its module calls; else `given`."""
+    while (inner := _inner(given)) is not None:
         given = inner
     return given
+
+
+def _inner(given: Any) -> Any:
+    """What a framework's object stands for; None for a LightningModule, say, which is a model."""
+    held = vars(given) if _is_framework(type(given)) else {}  # type: ignore[arg-type]
+    if isinstance(given, nn.Module):
+        return held.get("_modules", {}).get("_forward_module")
+    return held.get("_optimizer", held.get("optimizer"))
 
 
 @lru_cache
@@ -45,17 +44,26 @@ def unwrap_imitation(given: Any) -> Any:
     return inner if isinstance(given, type(inner)) else given
 
 
-def framework_hooks(given: Any) -> AbstractContextManager[None]:
+@contextmanager
+def replaced(owner: Any, name: str, method: Any) -> Iterator[None]:
+    """Inside, an instance has another method; then what was there before, unless somebody has replaced it since."""
+    before = {key: value for key, value in vars(owner).items() if key == name}
+    setattr(owner, name, method)
+    try:
+        yield
+    finally:
+        if vars(owner).get(name) is method:
+            delattr(owner, name)
+            vars(owner).update(before)
+
+
+@contextmanager
+def framework_hooks(given: Any) -> Iterator[None]:
     """Around a step of the optimizer behind `given`: has Lightning count it, and Fabric tell its callbacks.
 
     A Trainer's `global_step`, and with it `max_steps` and the times of checkpoints, come from nothing else.
     """
-    return nullcontext() if given is None or unwrap(given) is given else _hooks(given)
-
-
-@contextmanager
-def _hooks(given: Any) -> Iterator[None]:
-    held = vars(given)
+    held = {} if given is None or unwrap(given) is given else vars(given)
     if "_on_before_step" in held:
         held["_on_before_step"]()
     yield
@@ -72,11 +80,10 @@ def tell_skipped(given: Any, skipped: Callable[[], Any]) -> None:
 
     `skipped` gives a bool, or a flag that turns into one when it is asked for.
     """
-    while given is not None and _is_framework(type(given)):  # type: ignore[arg-type]
-        held = vars(given)
-        if "_is_overflow" in held:
+    while (inner := _inner(given)) is not None:
+        if "_is_overflow" in vars(given):
             given._is_overflow = skipped()
-        given = held.get("_optimizer", held.get("optimizer"))
+        given = inner
 
 
 WRAPPERS = frozenset({

@@ -36,10 +36,8 @@ def any_sharded(tensors: Iterable[Tensor]) -> bool:
 
 def held_here(tensor: Tensor) -> Tensor:
     """The local shard of a DTensor, sharing its memory; any other tensor itself."""
-    if not is_sharded(tensor):
-        return tensor
-    part: Any = tensor.detach()
-    local: Tensor = part.to_local()
+    part: Any = tensor
+    local: Tensor = part.detach().to_local() if is_sharded(tensor) else tensor
     return local
 
 
@@ -59,10 +57,8 @@ def placed_like(tensor: Any, local: Tensor, shape: tuple[int, ...]) -> Tensor:
 
 def full_tensor(tensor: Tensor) -> Tensor:
     """A DTensor gathered, by all ranks of its mesh together; any other tensor itself."""
-    if not is_sharded(tensor):
-        return tensor
     parts: Any = tensor
-    gathered: Tensor = parts.full_tensor()
+    gathered: Tensor = parts.full_tensor() if is_sharded(tensor) else tensor
     return gathered
 
 

@@ -216,6 +216,10 @@ def test_an_optimizer_that_is_prepared_before_its_model() -> None:
     with pytest.raises(SessionError, match="given no model that trains"):
         optimizer.step()
     optimizer.zero_grad()
+    alone = accelerator.prepare_optimizer(torch.optim.SGD(network().parameters(), 0.1))
+    with pytest.raises(SessionError, match="given no model that trains"):
+        alone.step(lambda: None)
+    accelerator._optimizers.remove(alone)
     model = accelerator.prepare(given)
     accelerator.backward(model(torch.randn(2, 6)).sum())
     optimizer.step()

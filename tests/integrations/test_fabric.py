@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -177,6 +178,47 @@ def test_losses_with_scales_of_their_own_and_autocast() -> None:
     assert precision.session.steps == 1
 
 
+@pytest.mark.parametrize("level", ["O1", "O2", "O4", "O5"])
+def test_a_model_that_is_set_up_can_be_copied_while_it_trains(level: str) -> None:
+    """As for an average of weights: the copy is float32, and runs without a session."""
+    run = Run(level)
+    run.train(range(3))
+    average, x = copy.deepcopy(run.model), data()[0][0]
+    with run.precision.session.full_precision():
+        torch.testing.assert_close(average(x), run.net(x), rtol=0, atol=0)
+    assert {p.dtype for p in average.parameters()} == {torch.float32}
+    run.train(range(3, 5))
+    assert run.precision.session.steps == 5 and not torch.equal(next(average.parameters()), run.net[0].weight)
+
+
+@pytest.mark.parametrize("own", [False, True])
+def test_what_fabric_hands_out_for_an_optimizer_exchanges_masters(own: bool) -> None:
+    """`own`: a session of the loop's own, prepared with what Fabric has set up."""
+    schedulefree: Any = pytest.importorskip("schedulefree")
+    ends = []
+    for level in ("O0", "O5"):
+        precision, net = PreampPrecision(level), network()
+        fabric = Fabric(accelerator="cpu", devices=1) if own else fabric_with(precision)
+        model, optimizer = fabric.setup(net, schedulefree.AdamWScheduleFree(net.parameters(), lr=0.05))
+        session = preamp.prepare(model, optimizer, level=level) if own else None
+        for _ in range(2):
+            optimizer.train()
+            for x, y in data()[:6]:
+                if session is None:
+                    fabric.backward(nn.functional.mse_loss(model(x), y))
+                    optimizer.step()
+                else:
+                    session.backward(nn.functional.mse_loss(session.autocast()(model)(x).float(), y))
+                    session.step()
+                optimizer.zero_grad()
+            optimizer.eval()
+            optimizer.load_state_dict(optimizer.state_dict())
+        (session or precision).close()
+        assert not {"train", "eval", "load_state_dict"} & vars(optimizer).keys()
+        ends.append(net.state_dict())
+    torch.testing.assert_close(*ends, rtol=0, atol=0.02)
+
+
 def test_what_is_refused() -> None:
     with pytest.raises(ValueError, match=r"(?i)received both .precision"):
         Fabric(plugins=[PreampPrecision("O5")], precision="bf16-mixed")
@@ -196,8 +238,9 @@ def test_what_is_refused() -> None:
 
 
 @pytest.mark.slow
-def test_no_session_without_an_optimizer_and_none_after_close() -> None:
-    precision = PreampPrecision("O5")
+@pytest.mark.parametrize("kept", [PreampPrecision, TrainerPrecision])
+def test_no_session_without_an_optimizer_and_none_after_close(kept: Any) -> None:
+    precision = kept("O5")
     fabric = fabric_with(precision)
     net = network()
     model = fabric.setup_module(net)

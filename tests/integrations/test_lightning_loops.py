@@ -151,7 +151,34 @@ class Idle(Plain):
         optimizer.step()
 
 
-MODULES = [Plain, StepsItself, LosesSome, Dictionary, Backwards, Twins, Idle]
+class Sharpness(Plain):
+    """Moves its weights between two backward passes, and back, as SAM does, all of it inside of `training_step`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Any, index: int) -> None:
+        optimizer, moves = self.optimizers(), [torch.full_like(p, 0.25) for p in self.parameters()]
+        self.manual_backward(self.loss(batch))
+        optimizer.zero_grad()
+        with torch.no_grad():
+            torch._foreach_add_(list(self.parameters()), moves)
+        self.manual_backward(self.loss(batch))
+        with torch.no_grad():
+            torch._foreach_sub_(list(self.parameters()), moves)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+class Untrained(Plain):
+    """Has no optimizer: the Trainer runs it all the same."""
+
+    def configure_optimizers(self) -> None:
+        return None
+
+
+MODULES = [Plain, StepsItself, LosesSome, Dictionary, Backwards, Twins, Idle, Sharpness, Untrained]
 
 
 def fitted(kind: Any, folder: Path, plugins: list[Any], more: Any = (), **options: Any) -> tuple[Any, list[str], Any]:
@@ -173,7 +200,7 @@ def fitted(kind: Any, folder: Path, plugins: list[Any], more: Any = (), **option
 @pytest.mark.parametrize("kind", MODULES)
 def test_a_module_trains_as_without_the_plugin(kind: Any, tmp_path: Path) -> None:
     wanted, calls, trainer = fitted(kind, tmp_path, [])
-    for level in ("O0", "O5"):
+    for level in ("O0", "O4", "O5"):
         module, traced, other = fitted(kind, tmp_path, [PreampPrecision(level, log=level != "O0")])
         bounds = {"rtol": 0.0, "atol": 1e-6 if level == "O0" else 0.02}
         torch.testing.assert_close(module.state_dict(), wanted.state_dict(), **bounds)
@@ -182,6 +209,35 @@ def test_a_module_trains_as_without_the_plugin(kind: Any, tmp_path: Path) -> Non
         rates = [[s.scheduler.get_last_lr() for s in t.lr_scheduler_configs] for t in (trainer, other)]
         assert rates[0] == rates[1]
         assert all(p.requires_grad and p.dtype is torch.float32 for p in module.parameters())
+
+
+class ScheduleFree(Plain):
+    """Calls `train` and `eval` of the optimizer that the Trainer hands out, also before a checkpoint is saved."""
+
+    def configure_optimizers(self) -> Any:
+        return pytest.importorskip("schedulefree").AdamWScheduleFree(self.parameters(), lr=0.05)
+
+    def on_train_epoch_start(self) -> None:
+        self.optimizers().train()
+
+    def on_validation_epoch_start(self) -> None:
+        self.optimizers().eval()
+
+    def on_save_checkpoint(self, _: Any) -> None:
+        self.optimizers().eval()
+
+
+def test_what_the_trainer_hands_out_for_an_optimizer_exchanges_masters(tmp_path: Path) -> None:
+    rows: Any = DataLoader(ROWS, batch_size=None)  # type: ignore[arg-type]
+    ends = []
+    for plugins in ([], [PreampPrecision("O5")]):
+        module, _, first = fitted(ScheduleFree, tmp_path, plugins)
+        first.save_checkpoint(tmp_path / "at.ckpt")
+        trainer = L.Trainer(plugins=plugins, max_epochs=4, default_root_dir=tmp_path, **SILENT)
+        trainer.fit(module, rows, rows, ckpt_path=str(tmp_path / "at.ckpt"), weights_only=True)
+        assert not {"train", "eval"} & vars(trainer.strategy._lightning_optimizers[0]).keys()
+        ends.append(module.state_dict())
+    torch.testing.assert_close(*ends, rtol=0, atol=0.02)
 
 
 @pytest.mark.parametrize(

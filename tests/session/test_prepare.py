@@ -194,3 +194,16 @@ def test_a_bare_module_that_only_holds_parameters(level: str) -> None:
         session.backward(loss)
         session.step()
     assert type(model) is before and model.weights[0][0, 0].item() == pytest.approx(0.9, abs=1e-3)
+
+
+@pytest.mark.parametrize("level", [*LEVELS, "O5,masters=no"])
+@pytest.mark.filterwarnings("ignore:.*rounds to the nearest")
+def test_gradients_from_before_a_session_get_the_dtype_of_its_parameters(level: str) -> None:
+    """Those that a framework has set to zero, say: where there are no masters they are 16-bit, too."""
+    model = mlp()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    loss_of(model, 0).backward()
+    wanted = [p.grad.clone() for p in model.parameters() if p.grad is not None]
+    with preamp.prepare(model, optimizer, policy=level):
+        assert {p.grad is not None and p.grad.dtype is p.dtype for p in model.parameters()} == {True}
+    torch.testing.assert_close([p.grad for p in model.parameters()], wanted, rtol=0.01, atol=1e-4)

@@ -161,3 +161,19 @@ def test_a_model_that_is_cast_during_a_session_of_float32_weights_is_told(
         session.step()
     assert all(map(torch.equal, before, model.parameters()))
     session.close()
+
+
+@pytest.mark.parametrize("level", ["O1", "O4", "O5"])
+def test_a_region_that_goes_on_after_backward_sees_what_was_written_since(level: str) -> None:
+    """As SAM writes, where a framework has one region around forward, backward and step."""
+    model = mlp()
+    session = preamp.prepare(model, torch.optim.SGD(model.parameters(), 0.1), level=level, **scale_of(level))
+    with session.autocast():
+        session.backward(loss_of(model, 0))
+        with torch.no_grad():
+            for p in model.parameters():
+                p.mul_(0.5)
+        inside = loss_of(model, 0)
+    with session.autocast():
+        assert torch.equal(loss_of(model, 0), inside)
+    session.close()

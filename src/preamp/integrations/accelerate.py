@@ -42,6 +42,7 @@ class Attachment(Host):
         self._save_state, accelerator.save_state = accelerator.save_state, self._saved
         accelerator.prepare, accelerator.autocast = self._prepared, self._autocast
         accelerator.unscale_gradients, accelerator.free_memory = self._unscale, self._freed
+        self._prepare_optimizer, accelerator.prepare_optimizer = accelerator.prepare_optimizer, self._held
 
     def close(self) -> None:
         """Close the session, which restores model and optimizer: the accelerator's loop goes on without one.
@@ -88,6 +89,13 @@ class Attachment(Host):
                 self._forwards.append((model, vars(model).get("forward")))
                 _enter_region(model, self._session, self)
         return results
+
+    def _held(self, *args: Any, **kwargs: Any) -> Any:
+        """`accelerator.prepare_optimizer`, also when a loop calls it by itself, without a model: nothing steps then."""
+        optimizer = self._prepare_optimizer(*args, **kwargs)
+        if self._session is not None or self._options:
+            self._hold([*self._optimizers, optimizer])
+        return optimizer
 
     def _hold(self, optimizers: list[AcceleratedOptimizer]) -> None:
         for optimizer in optimizers:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import sys
 import weakref
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, ExitStack
 from importlib.util import find_spec
 from typing import Any
 
@@ -48,7 +48,7 @@ class PreampPrecision(Host, Precision):
         self._set_up: list[weakref.ref[nn.Module]] = []
         self._earlier: list[weakref.ref[Any]] = []
         self._in_fabric = self._waits = False
-        self._hooks: list[Any] = []
+        self._undo = ExitStack()
 
     def __str__(self) -> str:
         """What FSDPStrategy prints where it refuses the plugin."""
@@ -68,16 +68,15 @@ class PreampPrecision(Host, Precision):
         """
         self._waits = False
         self._set_up.clear()
-        while self._hooks:
-            self._hooks.pop().remove()
+        self._undo.close()
         if self._in_fabric:  # what is there now goes on without a session, when others are set up later
             self._earlier = [weakref.ref(each) for each in self._wrappers(_FabricModule, _FabricOptimizer)]
             self._in_fabric = False
         super().close()
 
     def __getstate__(self) -> dict[str, Any]:
-        """For copies and pickles, without references to what is set up here."""
-        return {**vars(self), "_set_up": [], "_earlier": []}
+        """For copies and pickles, also of a model that Fabric has set up: without what is set up here."""
+        return {**vars(self), "_set_up": [], "_earlier": [], "_undo": ExitStack(), "_session": None, "_waits": False}
 
     def teardown(self) -> None:
         """`close`, called by the framework."""
@@ -94,7 +93,7 @@ class PreampPrecision(Host, Precision):
         if self._session is None and self._waits and torch.is_grad_enabled():
             models, optimizers = self._found()
             if optimizers:
-                self._begin(models, optimizers)
+                self._begin(models, [each.optimizer for each in optimizers])._steps.follow(optimizers)
                 self._in_fabric = True
         return self._session
 
@@ -105,10 +104,10 @@ class PreampPrecision(Host, Precision):
         for name, each in session.models.items():
             model = unwrapped(each)
             _SESSIONS[model] = (weakref.ref(session), f"{name}:" if name else "")
-            self._hooks.append(model.register_state_dict_post_hook(_with_masters))
+            self._undo.callback(model.register_state_dict_post_hook(_with_masters).remove)
         return session
 
-    def _found(self) -> tuple[list[nn.Module], list[Optimizer]]:
+    def _found(self) -> tuple[list[nn.Module], list[Any]]:
         """The optimizers set up by a Fabric that has this plugin, and the models that they step, in order.
 
         Fabric tells a plugin of modules, and of optimizers only when they step. That is too late for masters, so what
@@ -123,7 +122,7 @@ class PreampPrecision(Host, Precision):
         for model in ordered:
             for parameter in model.parameters():
                 place.setdefault(parameter, len(place))
-        optimizers = [each.optimizer for each in own if issubclass(type(each), _FabricOptimizer)]
+        optimizers = [each for each in own if issubclass(type(each), _FabricOptimizer)]
         optimizers.sort(key=lambda each: min((place.get(p, len(place)) for p in parameters_of(each)), default=0))
         stepped = {p for each in optimizers for p in parameters_of(each)}
         return [model for model in ordered if any(p in stepped for p in model.parameters())], optimizers
@@ -164,7 +163,7 @@ class PreampPrecision(Host, Precision):
         """Gradients of the loss times its scale; with several losses, `fabric.backward(loss, name="d")`."""
         session = self._running()
         if session is None:
-            super().backward(tensor, model, *args, **kwargs)
+            Precision.backward(self, tensor, model, *args, **kwargs)
             return
         session.backward(
             tensor, **dict(zip(("gradient", "retain_graph", "create_graph"), args, strict=False)), **kwargs
@@ -178,7 +177,7 @@ class PreampPrecision(Host, Precision):
                 result = closure()
         session = self._running()
         if session is None:
-            stepped = super().optimizer_step(optimizer, **kwargs)
+            stepped = Precision.optimizer_step(self, optimizer, **kwargs)
             return stepped if closure is None else result
         session.step(optimizer)
         return result

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -14,6 +13,7 @@ from fastai.optimizer import OptimWrapper
 from torch.optim import Optimizer
 
 from ..errors import SessionError
+from ..frameworks import replaced
 from ..tree import cast_floating
 from ._host import Host
 
@@ -171,7 +171,7 @@ class PreampCallback(Host, Callback):
         with self._in_float32(), ExitStack() as stack:
             if learner.opt is not None and state:
                 own = learner.opt.state_dict
-                stack.enter_context(_replaced(learner.opt, "state_dict", lambda: {**own(), "preamp": state}))
+                stack.enter_context(replaced(learner.opt, "state_dict", lambda: {**own(), "preamp": state}))
             return type(learner).save(learner, *args, **kwargs)
 
     def _load(self, *args: Any, **kwargs: Any) -> Any:
@@ -185,7 +185,7 @@ class PreampCallback(Host, Callback):
             self._last = state.pop("preamp", {})
             own(state)
 
-        with _replaced(learner.opt, "load_state_dict", load):
+        with replaced(learner.opt, "load_state_dict", load):
             return type(learner).load(learner, *args, **kwargs)
 
     def _export(self, *args: Any, **kwargs: Any) -> Any:
@@ -216,13 +216,3 @@ class FastaiOptimizer(Optimizer):
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         """Step with fastai's present hyper-parameters."""
         type(self.opt).step(self.opt)
-
-
-@contextmanager
-def _replaced(thing: Any, name: str, function: Callable[..., Any]) -> Iterator[None]:
-    """Inside, a method of one object is another function."""
-    setattr(thing, name, function)
-    try:
-        yield
-    finally:
-        delattr(thing, name)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ..errors import SessionError
-from ..frameworks import unwrapped
+from ..frameworks import replaced, unwrapped
 from ..ledger import gradients_of
 from . import fabric
 
@@ -42,7 +42,6 @@ class PreampPrecision(fabric.PreampPrecision, Precision):
         super().__init__(level, **options)
         self._log, self._in_trainer, self._ran = log, False, False
         self._module: Any = None
-        self._wrapped: list[tuple[Any, str]] = []
 
     def connect(self, model: nn.Module, optimizers: list[Optimizer], lr_schedulers: list[Any]) -> Any:
         """Make a session of the model and its optimizers; none where the Trainer does not fit.
@@ -52,7 +51,7 @@ class PreampPrecision(fabric.PreampPrecision, Precision):
         self.teardown()
         self._in_trainer = True
         module: Any = unwrapped(model)
-        if optimizers and module.trainer.state.fn == TrainerFn.FITTING:
+        if any(each.param_groups for each in optimizers) and module.trainer.state.fn == TrainerFn.FITTING:
             self._begin(model, list(optimizers))
         return model, optimizers, lr_schedulers
 
@@ -62,10 +61,13 @@ class PreampPrecision(fabric.PreampPrecision, Precision):
         """Scale the loss, after the hooks that see it unscaled."""
         if not self._in_trainer:
             return None
+        loss = Precision.pre_backward(self, tensor, module)
+        if self._session is None:  # the module has no optimizer
+            return loss
         if self._module is not module:
             self._attend(module)
         self._ran = True
-        return self.session.scale(Precision.pre_backward(self, tensor, module))
+        return self._session.scale(loss)
 
     def backward(self, tensor: Tensor, model: Any, *args: Any, **kwargs: Any) -> None:
         """Call the module's own `backward`."""
@@ -87,10 +89,10 @@ class PreampPrecision(fabric.PreampPrecision, Precision):
         if kwargs:
             raise SessionError(f"step() got {', '.join(kwargs)}: a session steps an optimizer without arguments")
         result = closure()
-        if _reads_gradients(model):
-            self.session.unscale_(optimizer)
+        if self._session is not None and _reads_gradients(model):
+            self._session.unscale_(optimizer)
         self._after_closure(model, optimizer)
-        if not self._ran and (model.automatic_optimization or not gradients_of(optimizer)):
+        if self._session is None or (not self._ran and (model.automatic_optimization or not gradients_of(optimizer))):
             return result  # training_step returned None, or gradients were cleared: there is nothing to step
         report, self._ran = self.session.step(optimizer), False
         interval = model.trainer.log_every_n_steps
@@ -108,37 +110,32 @@ class PreampPrecision(fabric.PreampPrecision, Precision):
         if gradients_of(optimizer):
             self.session.clip_grad_value_(clip_val, optimizer=optimizer)
 
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Restore the session's state; hooks of the fit that goes on may exchange masters before the first batch."""
+        super().load_state_dict(state_dict)
+        if self._in_trainer and self._session is not None:
+            self._attend(unwrapped(self._session.models[""]))
+
     def _attend(self, module: Any) -> None:
         """Have the module's schedules stand still after a skipped step, and averages of weights see masters."""
-        self._unwrap()
         self._module = module
+        self.session._steps.follow(module.trainer.strategy._lightning_optimizers)
 
         def with_masters(hook: Any, *args: Any, **kwargs: Any) -> None:
             with self._in_float32():
                 hook(*args, **kwargs)
 
-        module.lr_scheduler_step = _UnlessSkipped(self, module)
-        self._wrapped.append((module, "lr_scheduler_step"))
+        self._undo.enter_context(replaced(module, "lr_scheduler_step", _UnlessSkipped(self, module)))
         if self.session.policy.masters:
             for callback in module.trainer.callbacks:
                 for name in _AVERAGING if isinstance(callback, _AVERAGES) else ():
-                    self._wrap(callback, name, with_masters)
-
-    def _wrap(self, owner: Any, name: str, around: Any) -> None:
-        setattr(owner, name, partial(around, getattr(owner, name)))
-        self._wrapped.append((owner, name))
-
-    def _unwrap(self) -> None:
-        while self._wrapped:
-            owner, name = self._wrapped.pop()
-            vars(owner).pop(name, None)
-        self._module = None
+                    run = partial(with_masters, getattr(callback, name))
+                    self._undo.enter_context(replaced(callback, name, run))
 
     def teardown(self) -> None:
         """Close the session: the model is float32 again. Checkpoints that are saved later still have its state."""
-        self._unwrap()
         self.close()
-        self._in_trainer = self._ran = False
+        self._module, self._in_trainer, self._ran = None, False, False
 
     @contextmanager
     def module_init_context(self) -> Iterator[None]:

@@ -74,6 +74,7 @@ class Session:
         self._full = full = FullPrecision(models.values(), masters, conversions)
         self._steps = OptimizerSteps(own, self._gradients, masters, losses, self._pending, full, conversions, skip)
         self._steps.wrappers = {optimizers[k]: v for k, v in (given or {}).items() if v is not optimizers[k]}
+        self._steps.follow(self._steps.wrappers.values())
         self._order = CallOrder(
             optimizers, self._gradients, masters, losses, self._pending, full, self._steps.others, group, self.is_stage
         )
@@ -198,6 +199,7 @@ class Session:
     def _begin_backward(self, loss: Tensor, name: str | None) -> str:
         """Check before a backward pass, and apply the loss scale's pending update; returns the loss's name."""
         self._check_open()
+        torch.clear_autocast_cache()  # of a region that is open still: weights may be changed before the next forward
         self._joining.thread = threading.get_ident()
         checks.check_loss(loss)
         name = self._losses.named(name)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from functools import cache, reduce, wraps
 from itertools import chain
 from operator import attrgetter
@@ -18,7 +19,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from ..errors import SessionError
 from ..formats import LOW_DTYPES
-from ..frameworks import framework_hooks, tell_skipped
+from ..frameworks import framework_hooks, replaced, tell_skipped, unwrap
 from ..kernels import Reading, present_in
 from ..ledger import Gradients, Masters, Record, parameters_of, state_like_parameters
 from ..modules import Conversion
@@ -57,25 +58,21 @@ class OptimizerSteps:
         self.loads = 0
         """How often states were loaded, which are in new tensors then."""
         self._stepping: Optimizer | None = None
-        self._handles: list[Any] = []
+        self._undo = ExitStack()
         for each in self.optimizers:
             if isinstance(each, FusedOptimizer):
                 each.lend(masters)
             if not hasattr(each, "_optimizer_load_state_dict_pre_hooks"):  # of a class that does not call torch's
                 Optimizer.__setstate__(each, {})
-            self._handles.append(each.register_load_state_dict_pre_hook(self._before_load))
-            self._handles.append(each.register_load_state_dict_post_hook(self._after_load))
+            self._undo.callback(each.register_load_state_dict_pre_hook(self._before_load).remove)
+            self._undo.callback(each.register_load_state_dict_post_hook(self._after_load).remove)
+            for name in modes_of(each):
+                self._undo.enter_context(replaced(each, name, self._in_float32(each, name)))
         OPEN.add(self)
-        self._modes = [
-            (each, name, *self._in_float32(each, name)) for each in self.optimizers for name in modes_of(each)
-        ]
 
-    def _in_float32(self, optimizer: Any, name: str) -> tuple[Any, Any]:
-        """Have `optimizer.train`, or another method, find masters in the parameters, which it writes.
-
-        Returns what stands in its place now, and what stood in the instance before, if anything.
-        """
-        method, before = getattr(optimizer, name), vars(optimizer).get(name)
+    def _in_float32(self, optimizer: Any, name: str) -> Any:
+        """Make `optimizer.train`, or another method, find masters in the parameters, which it writes."""
+        method = getattr(optimizer, name)
         low = not self._masters.wanted and any(p.dtype in LOW_DTYPES for p in parameters_of(optimizer))
 
         @wraps(method)
@@ -93,8 +90,13 @@ class OptimizerSteps:
             with self._full:
                 return method(*args, **kwargs)
 
-        setattr(optimizer, name, run)
-        return run, before
+        return run
+
+    def follow(self, wrappers: Iterable[Any]) -> None:
+        """Have what a framework hands out in the place of optimizers use their own `train` and `eval`."""
+        for each in wrappers:
+            for name in {"train", "eval"} & vars(unwrap(each)).keys():
+                self._undo.enter_context(replaced(each, name, vars(unwrap(each))[name]))
 
     def read(self, optimizer: Optimizer, steps_next: bool = False) -> Record:
         """Read an optimizer's gradients, once a step (`Gradients.read`)."""
@@ -207,13 +209,7 @@ class OptimizerSteps:
     def close(self) -> None:
         """Release the optimizers; those of `preamp.optim` get their own masters again by `take_states_back`."""
         OPEN.discard(self)
-        for handle in self._handles:
-            handle.remove()
-        for optimizer, name, ours, before in self._modes:
-            if vars(optimizer).get(name) is ours:
-                delattr(optimizer, name)
-                if before is not None:
-                    setattr(optimizer, name, before)
+        self._undo.close()
 
     def take_states_back(self) -> None:
         """Call it once masters are back in the parameters."""
