@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import threading
+from collections import Counter
+from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.profiler import ProfilerActivity, profile, schedule
 
 import preamp
 from preamp.errors import SessionError
 from preamp.ledger.swap import swap
+
+from ..rows import over
 
 MAKERS = {"torch": torch.optim.AdamW, "preamp": preamp.optim.AdamW}
 
@@ -92,13 +98,137 @@ def test_gradients_that_lie_in_somebody_elses_memory_stay_there(level: str) -> N
             optimizer.zero_grad(set_to_none=False)
 
 
-def test_a_weak_reference_to_the_tensor_itself_is_told_and_changes_nothing() -> None:
-    wide = nn.Parameter(torch.randn(3, 3))
-    reference = torch._C._WeakTensorRef(wide)
+def test_where_something_refers_to_the_tensor_itself_data_and_gradients_are_exchanged() -> None:
+    wide, low = nn.Parameter(torch.randn(3, 3)), nn.Parameter(torch.zeros(3, 3, dtype=torch.bfloat16))
+    references = [torch._C._WeakTensorRef(each) for each in (wide, low)]
+    kept, wide.grad = wide.detach().clone(), torch.ones(3, 3)
+    swap(wide, low)
+    assert wide.dtype is torch.bfloat16 and wide.grad is None and not wide.any()
+    assert torch.equal(low, kept) and low.grad is not None and bool(low.grad.all())
+    swap(wide, low)
+    assert torch.equal(wide, kept) and wide.grad is not None and low.grad is None
+    assert not any(reference.expired() for reference in references)
+
+
+def test_a_weak_reference_that_came_in_between_is_told_and_changes_nothing() -> None:
+    wide, low = nn.Parameter(torch.randn(3, 3)), nn.Parameter(torch.zeros(3, 3, dtype=torch.bfloat16))
     kept = wide.detach().clone()
+    swap(wide, low)
+    reference = torch._C._WeakTensorRef(low)
+    with pytest.raises(SessionError, match="profiler"):
+        swap(wide, low)
+    assert torch.equal(low, kept) and not reference.expired()
+    del reference
+    swap(wide, low)
+    assert torch.equal(wide, kept)
+
+
+def test_where_other_processes_may_wait_for_an_accumulator_the_reference_is_told(monkeypatch: Any) -> None:
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    wide = nn.Parameter(torch.randn(3, 3))
+    kept, reference = wide.detach().clone(), torch._C._WeakTensorRef(wide)
     with pytest.raises(SessionError, match="weak reference"):
         swap(wide, nn.Parameter(torch.zeros(3, 3)))
     assert torch.equal(wide, kept) and not reference.expired()
+
+
+def _trained(level: str, kind: Any, profiled: bool, **records: Any) -> list[Any]:
+    """Weights, outputs in full precision, and what hooks have seen, of a loop with backward passes of all kinds."""
+    model, _, session = _made(level, kind)
+    seen: list[Any] = []
+    first = model[0].weight
+    first.register_hook(lambda grad: seen.append(grad.float().norm()))
+    first.register_post_accumulate_grad_hook(lambda p: seen.append(p.grad.float().norm()))
+    chance = torch.Generator().manual_seed(0)
+    x = [torch.randn(4, 6, generator=chance) for _ in range(8)]
+    times = schedule(wait=1, warmup=1, active=2, repeat=2)
+    profiler: Any = nullcontext()
+    if profiled:
+        profiler = profile(activities=[ProfilerActivity.CPU], schedule=times, **records)
+
+    def loss_of(batch: Tensor) -> Tensor:
+        return model(batch).float().square().mean()
+
+    with session, profiler:
+        for i, batch in enumerate(x):
+            with session.autocast():
+                loss = loss_of(batch)
+            with session.full_precision():
+                seen.append(loss_of(batch).detach())
+                late = loss_of(batch)
+                if i == 5:
+                    session.backward(loss_of(batch))
+            if i == 3:
+                session.backward(late)
+            session.backward(loss)  # of a pass before full precision
+            if i == 4:
+                session.backward(late)  # of one inside
+            session.clip_grad_norm_(1.0)
+            session.step()
+            session.zero_grad()
+            if profiled:
+                profiler.step()
+    return [*seen, *(p.detach() for p in model.parameters())]
+
+
+@pytest.mark.filterwarnings("ignore:.*[Pp]rofiler")
+@over(level=["O2", "O5"], kind=MAKERS, records=["record_shapes", "with_stack"])
+def test_a_profiler_changes_nothing(level: str, kind: str, records: str) -> None:
+    """One that records shapes or stacks refers to every tensor that operators are given; no step ran beside it."""
+    make = MAKERS[kind]
+    for alone, beside in zip(_trained(level, make, False), _trained(level, make, True, **{records: True}), strict=True):
+        assert (alone - beside).norm() <= 1e-2 * alone.norm()  # float32 added to 16 bits is rounded later
+
+
+@over(level=["O1", "O2", "O3", "O4", "O5"], kind=MAKERS, where=["inside", "after"])
+def test_hooks_of_parameters_hold_for_losses_of_full_precision(level: str, kind: str, where: str) -> None:
+    """They bound or mask gradients; nothing was called where a master was in the parameter's place."""
+    model, _, session = _made(level, MAKERS[kind])
+    torch.manual_seed(0)
+    plain, first = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 2)), model[0].weight
+    counts: Counter[str] = Counter()
+
+    def count(what: str, factor: float) -> Callable[[Tensor], Tensor]:
+        return lambda grad: (counts.update([what]), grad * factor)[1]
+
+    first.register_hook(count("before", 0.5))
+    first.register_post_accumulate_grad_hook(lambda _: counts.update(["after"]))
+    gone = first.register_hook(count("removed inside", 2.0))
+    x = torch.randn(4, 6)
+    with session:
+        with session.full_precision():
+            gone.remove()
+            first.register_hook(count("made inside", 0.5))
+            loss = model(x).square().mean()
+            if where == "inside":
+                session.backward(loss)
+        if where == "after":
+            session.backward(loss)
+        session.unscale_()
+        plain(x).square().mean().backward()
+        assert counts == dict.fromkeys(["before", "made inside", "after"], 1)
+        torch.testing.assert_close(first.grad.float(), plain[0].weight.grad / 4, rtol=2e-2, atol=1e-4)
+        torch.testing.assert_close(model[2].weight.grad.float(), plain[2].weight.grad, rtol=2e-2, atol=1e-4)
+        session.zero_grad()
+        with session.autocast():
+            loss = model(x).float().square().mean()
+        session.backward(loss)
+    assert counts == dict.fromkeys(["before", "made inside", "after"], 2)
+
+
+@over(level=["O1", "O2"], kind=MAKERS)
+def test_a_backward_of_ones_own_of_a_loss_of_full_precision_is_refused_beside_scaled_gradients(
+    level: str, kind: str
+) -> None:
+    model, _, session = _made(level, MAKERS[kind])
+    with session:
+        with session.full_precision():
+            late = model(torch.randn(4, 6)).square().mean()
+        with session.autocast():
+            loss = model(torch.randn(4, 6)).float().square().mean()
+        session.backward(loss)
+        with pytest.raises(SessionError, match="has added gradients"):
+            late.backward()
 
 
 @pytest.mark.parametrize("level", ["O2", "O3", "O5"])

@@ -11,7 +11,7 @@ from __future__ import annotations
 import gc
 import weakref
 from collections.abc import Collection, Iterable
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -33,37 +33,73 @@ def set_data(parameter: Parameter, data: Tensor) -> None:
     parameter.grad = None if gradient is None else gradient.to(dtype_of_gradient(parameter))
 
 
-def swap(parameter: Parameter, other: Parameter) -> None:
+def swap(parameter: Parameter, other: Any) -> None:
     """Swap the tensors behind two parameters; a second call swaps them back.
 
-    `SessionError`, with nothing changed, if something holds a weak reference to one of the tensors themselves.
+    A profiler that records shapes or stacks holds weak references to what operators are given, and torch swaps no such
+    tensors. While one is on, or was, the parameters exchange data and gradients instead; accumulators are made anew.
+
+    `SessionError`, with nothing changed, if something holds a weak reference to one of the tensors themselves, and
+    other processes wait for the accumulators, or the first call has swapped the tensors.
     """
-    try:
+    exchanged = getattr(other, "exchanged", None)
+    if exchanged is None and torch._C._autograd._profiler_enabled() and _may_exchange(parameter):
+        exchanged = True
+    if not exchanged:
         try:
-            torch._C._swap_tensor_impl(parameter, other)
-        except RuntimeError:  # inside a region autocast refers to what it has cast
-            torch.clear_autocast_cache()
-            torch._C._swap_tensor_impl(parameter, other)
-    except RuntimeError as error:
-        raise SessionError(
-            f"a master cannot take the place of a parameter of shape {tuple(parameter.shape)}, since something holds a "
-            f"weak reference to its tensor ({str(error).splitlines()[0]}). Drop it, or use an optimizer of "
-            "preamp.optim, which needs no such exchange"
-        ) from error
+            _swap_tensors(parameter, other)
+        except RuntimeError as error:
+            if exchanged is False or not _may_exchange(parameter):
+                raise SessionError(
+                    f"a master cannot take the place of a parameter of shape {tuple(parameter.shape)}, since something "
+                    f"holds a weak reference to its tensor ({str(error).splitlines()[0]}). Drop it. It may be a "
+                    "profiler: leave out record_shapes and with_stack, and do not begin within full_precision()"
+                ) from error
+            exchanged = True
+    if exchanged:
+        both, data = (other.grad, parameter.grad), parameter.data
+        parameter.grad = other.grad = None
+        parameter.data, other.data = other.data, data
+        for each, grad in zip((parameter, other), both, strict=True):  # a pass in float32 may have ended since
+            each.grad = None if grad is None else grad.to(dtype_of_gradient(each))
+    other.exchanged = bool(exchanged)
+
+
+def _may_exchange(parameter: Parameter) -> bool:
+    """Whether no other process waits for the parameter's gradient accumulator, on which hooks would be lost."""
+    return not is_sharded(parameter) and not (torch.distributed.is_available() and torch.distributed.is_initialized())
+
+
+def _swap_tensors(parameter: Any, other: Any) -> None:
+    try:
+        torch._C._swap_tensor_impl(parameter, other)
+    except RuntimeError:  # inside a region autocast refers to what it has cast
+        torch.clear_autocast_cache()
+        torch._C._swap_tensor_impl(parameter, other)
     if is_sharded(parameter):  # what a DTensor holds, and how it is placed, belongs to its Python object
-        one, two = cast(Any, parameter), cast(Any, other)
-        one._local_tensor, two._local_tensor = two._local_tensor, one._local_tensor
-        one._spec, two._spec = two._spec, one._spec
+        parameter._local_tensor, other._local_tensor = other._local_tensor, parameter._local_tensor
+        parameter._spec, other._spec = other._spec, parameter._spec
 
 
-def hand_over(parameter: Parameter, other: Parameter) -> None:
+def keep_hooks(parameter: Any) -> None:
+    """Have the tensor that is behind a parameter now run the hooks that were given to another one."""
+    for kind in ("_backward_hooks", "_post_accumulate_grad_hooks"):
+        if (hooks := getattr(parameter, kind)) is not None:
+            setattr(parameter, kind, hooks)
+
+
+def hand_over(parameter: Any, other: Parameter) -> None:
     """Have `parameter` get the gradients of passes that ran while the tensor of `other` was behind it."""
+    keep_hooks(parameter)
 
     def came(other: Tensor) -> None:
         grad, other.grad = other.grad, None
-        if grad is not None and parameter.requires_grad:  # else it was frozen since
-            grad = grad.to(dtype_of_gradient(parameter))
-            parameter.grad = grad if parameter.grad is None else parameter.grad + grad
+        if grad is None or not parameter.requires_grad:  # it was frozen since
+            return
+        grad = grad.to(dtype_of_gradient(parameter))
+        parameter.grad = grad if parameter.grad is None else parameter.grad + grad
+        for hook in tuple((parameter._post_accumulate_grad_hooks or {}).values()):
+            hook(parameter)
 
     if other.requires_grad:
         other.register_post_accumulate_grad_hook(came)
