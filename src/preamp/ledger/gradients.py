@@ -128,7 +128,7 @@ class Gradients:
             if parameter in self._masters:
                 self._sums.show(parameter, true.float())
             else:
-                parameter.grad = true
+                parameter.grad = true.to(dtype_of_gradient(parameter))
 
     def scale_carried(self, scaled: Callable[[Tensor], Tensor] | None) -> None:
         """Scale carried gradients like those that are to be added; None leaves them unscaled."""

@@ -218,10 +218,7 @@ class OptimizerSteps:
     def take_states_back(self) -> None:
         """Call it once masters are back in the parameters."""
         for each in self.optimizers:
-            if isinstance(each, FusedOptimizer):
-                each.lend(None)
-            else:
-                state_like_parameters(each)
+            each.lend(None) if isinstance(each, FusedOptimizer) else state_like_parameters(each)
 
 
 class _OpenSessions:
