@@ -13,6 +13,7 @@ from torch.func import functional_call
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import preamp
+from preamp.kernels import join
 
 from ..optim.pairs import PAIRS
 from ..rows import over
@@ -467,3 +468,29 @@ def test_gradients_from_before_a_session_count(policy: str) -> None:
         session.backward(loss)
         session.step()
     assert torch.equal(model.weight, torch.full((4, 4), -1.0))
+
+
+@pytest.mark.parametrize("options", [{}, {"master": "split"}, {"master": "split24"}], ids=str)
+@pytest.mark.parametrize("kind", ["AdamW", "SGD"])
+def test_an_optimizer_goes_on_with_the_masters_of_a_session_that_is_closed(kind: str, options: Any) -> None:
+    """Of weights that came in bfloat16, and keep it."""
+    torch.manual_seed(0)
+    model = nn.Linear(16, 16).bfloat16()
+    optimizer = getattr(preamp.optim, kind)(model.parameters(), 1e-4, **options)
+    with preamp.prepare(model, optimizer, level="O5") as session:
+        for _ in range(3):
+            with session.autocast():
+                loss = model(torch.randn(8, 16)).float().square().mean()
+            session.backward(loss)
+            session.step()
+            session.zero_grad()
+        with session.full_precision(values_only=True):
+            kept = model.weight.detach().clone()
+    state = optimizer.state[model.weight]
+    assert model.weight.dtype is torch.bfloat16 and not torch.equal(model.weight.float(), kept)
+    model(torch.zeros(8, 16, dtype=torch.bfloat16)).sum().backward()
+    optimizer.param_groups[0]["lr"] = 0.0
+    optimizer.step()
+    assert torch.equal(
+        state["master"] if "master" in state else join(model.weight.detach(), state["master_bits"]), kept
+    )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import fields
 from functools import cache, wraps
 from typing import Any, ClassVar
@@ -201,10 +201,9 @@ class FusedOptimizer(Loading):
 
     @staticmethod
     def profile_hook_step(func: Callable[..., Any]) -> Callable[..., Any]:
-        """Torch's way to run hooks around a step under a name for profilers.
+        """Torch's way to run hooks around a step under a name for profilers, which is left out unless one runs.
 
-        That name takes as long as the rest of a step of a few small tensors. So it is left out unless a profiler runs;
-        the hook of sessions, which changes nothing, still runs.
+        It takes as long as a step of a few small tensors. The hook of sessions, which changes nothing, still runs.
         """
         hooked, own = Optimizer.profile_hook_step(func), func is FusedOptimizer._own_step
 
@@ -304,7 +303,7 @@ class FusedOptimizer(Loading):
 
     # -- masters
 
-    def lend(self, masters: Masters | None) -> None:
+    def lend(self, masters: Masters | None, given_back: Mapping[Parameter, Tensor] | None = None) -> None:
         """Step with the masters of a session, which takes over and saves those kept here; None gives them back."""
         stepped = [p for p in parameters_of(self) if p in self.state]
         kept = {p: self.state[p].pop(self._master_key) for p in stepped if self._master_key in self.state[p]}
@@ -314,6 +313,9 @@ class FusedOptimizer(Loading):
         self._buckets.clear()
         for param in stepped:
             self._mend(param, self.state[param])  # to dtypes that a step needs now
+        for param, master in (given_back or {}).items():
+            if self.is_mastered(param):
+                self.state[param][self._master_key] = master
 
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "master": self.master}
