@@ -434,6 +434,11 @@ def test_states_without_step_counts_are_no_torchs(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"AdamW needs step; preamp\.optim takes"):
         checkpoint.load(tmp_path / "a.pt", optimizer=of("torch.AdamW")(model.parameters()))
     checkpoint.load(tmp_path / "a.pt", optimizer=of("preamp.AdamW")(model.parameters()))
+    other = of("preamp.AdamW")(model.parameters())
+    train(model, other, 1)
+    checkpoint.save_sharded(tmp_path / "b", model, optimizer=other)
+    with pytest.raises(CheckpointError, match=r"param_groups\.0\.step"):
+        checkpoint.load_sharded(tmp_path / "b", model, optimizer=optimizer)
 
 
 @pytest.mark.parametrize("name", ["several", "", "a.b", "amp", "digest", "self", "state", "model.weight", "path "])

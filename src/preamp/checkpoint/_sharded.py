@@ -130,9 +130,8 @@ def _saving(
 def load_sharded(folder: AnyPath, model: nn.Module, *, optimizer: Optimizer, session: Session | None = None) -> None:
     """Read what `save_sharded` wrote, on any number of ranks: every one gets the shards that it has now, bit for bit.
 
-    All ranks call it, after `fully_shard`, the optimizer and `prepare`. All or nothing, for which the shards are held
-    twice meanwhile. A `PreampWarning` if a session's state stays in the folder. `CheckpointError` when there is none,
-    or it does not fit; `StateError` when of another policy.
+    All ranks call it, after `fully_shard`, the optimizer and `prepare`. All or nothing. A `PreampWarning` if a session's
+    state stays in the folder; `CheckpointError` if the rest does not fit, `StateError` if it has another policy.
 
     >>> preamp.checkpoint.load_sharded("last", model=model, optimizer=optimizer, session=session)
     """
@@ -166,11 +165,12 @@ def load_sharded(folder: AnyPath, model: nn.Module, *, optimizer: Optimizer, ses
             states, steps = named_states(model, optimizer)
             parts: dict[str, Any] = {"model": map_tensors(Tensor.clone, states), BITS: {}, "optimizer": steps}
             named, own = names_in(optimizer, steps), dict(steps["state"])
-            in_groups = [group["params"] for group in steps["param_groups"]]
-            given = enumerate(steps["param_groups"])
-            left = [{name: group.pop(name) for name in group.keys() - groups.get(i, group)} for i, group in given]
-            takes = isinstance(optimizer, FusedOptimizer)  # also masters that another one has kept itself
-            rows = {n: stored_as(own[n], p, its[n], takes) for p, n in named.items() if n in own and n in its}
+            every = steps["param_groups"]
+            in_groups = [group["params"] for group in every]
+            flags = {n for g in every for n in g if isinstance(g[n], bool | None)}  # other options must be there
+            left = [{n: g.pop(n) for n in flags & (g.keys() - groups.get(i, g))} for i, g in enumerate(every)]
+            ours = isinstance(optimizer, FusedOptimizer)  # which takes masters, too
+            rows = {n: stored_as(own[n], p, its[n], ours) for p, n in named.items() if n in own and n in its}
             steps["state"].update(rows)
         for name, low in stored.get(BITS, {}).items():
             if isinstance(wide := parts["model"].get(name), Tensor):
@@ -181,7 +181,7 @@ def load_sharded(folder: AnyPath, model: nn.Module, *, optimizer: Optimizer, ses
             joined(parts["model"], parts[BITS])
             steps["state"].update({n: as_float32(row) for n, row in rows.items() if row is not own[n]})
 
-        for group, names in zip(steps["param_groups"], in_groups, strict=True):
+        for group, names in zip(every, in_groups, strict=True):
             if set(names) != set(group["params"]):
                 raise CheckpointError(
                     f"{refused}: a group of the optimizer had other parameters, to which its options belong. Make the "
@@ -189,7 +189,7 @@ def load_sharded(folder: AnyPath, model: nn.Module, *, optimizer: Optimizer, ses
                 )
             group["params"] = names  # in their present order
         on_all_ranks(lambda: fitting("optimizer", optimizer, steps, source), refused)
-        for group, options in zip(steps["param_groups"], left, strict=True):
+        for group, options in zip(every, left, strict=True):
             group.update(options)
         if session is not None:
             Beside(session, [model]).load_state_dict(latest["amp"])

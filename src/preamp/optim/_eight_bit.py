@@ -108,7 +108,7 @@ def as_float32(row: Any) -> Any:
 def stored_as(row: dict[str, Any], param: Tensor, stored: Mapping[str, Any], masters: bool) -> dict[str, Any]:
     """A parameter's states to be read into: itself if what is stored has the same form, else empty ones of that form.
 
-    `stored`: meta tensors. `masters`: those, too. Codes come with the scales of the whole tensor, also of a sharded one.
+    `stored`: meta tensors. `masters`: those, too. Codes come with the scales of the whole, also of a sharded tensor.
     """
     theirs = _forms(stored)
     if not masters:
