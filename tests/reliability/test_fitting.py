@@ -425,6 +425,15 @@ def test_states_of_another_optimizer(files: Callable[[str, int], Path], wanted: 
                 train(other, fresh)
 
 
+def test_an_optimizer_without_states_takes_layers_in_any_order(tmp_path: Path) -> None:
+    model, other = Old(8), New(8)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    train(model, optimizer)
+    checkpoint.save(tmp_path / "a.pt", model=model, optimizer=optimizer)
+    checkpoint.load(tmp_path / "a.pt", model=other, optimizer=torch.optim.SGD(other.parameters(), 0.1))
+    assert all(map(torch.equal, model.state_dict().values(), map(other.state_dict().__getitem__, model.state_dict())))
+
+
 def test_states_without_step_counts_are_no_torchs(tmp_path: Path) -> None:
     """Apex counts steps in the group."""
     model = Old(4)

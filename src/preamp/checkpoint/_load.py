@@ -64,14 +64,14 @@ def load(
     names = content.pop(NAMES, {})
     if missing := targets.keys() - content:
         raise CheckpointError(f"{path} has no {', '.join(map(repr, sorted(missing)))}; it has {', '.join(content)}")
+    parts = [(name, target, fitting(name, target, content[name], path)) for name, target in targets.items()]
     for name, each in optimizers.items():
-        own = names_of(models, each)
+        own = names_of(models, each) if content[name].get("state", True) else names.get(name)
         if (saved := names.get(name, own)) != own and sorted(saved) == sorted(own):
             raise CheckpointError(
                 f"{path} has the states of the {name}'s parameters in another order, so they would go to others, and "
                 "nothing was loaded. Give the optimizer its parameters in the order in which they were"
             )
-    parts = [(name, target, fitting(name, target, content[name], path)) for name, target in targets.items()]
     _load_together(parts, path)
     prepared = sessions_of(*(each for each in models.values() if isinstance(each, nn.Module)))
     if session is None and "amp" not in extra and (optimizers or prepared):

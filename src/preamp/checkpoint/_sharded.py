@@ -130,7 +130,7 @@ def _saving(
 def load_sharded(folder: AnyPath, model: nn.Module, *, optimizer: Optimizer, session: Session | None = None) -> None:
     """Read what `save_sharded` wrote, on any number of ranks: every one gets the shards that it has now, bit for bit.
 
-    All ranks call it, after `fully_shard`, the optimizer and `prepare`. All or nothing. A `PreampWarning` if a session's
+    All ranks call it, after `fully_shard`, the optimizer and `prepare`. All or nothing. `PreampWarning` if a session's
     state stays in the folder; `CheckpointError` if the rest does not fit, `StateError` if it has another policy.
 
     >>> preamp.checkpoint.load_sharded("last", model=model, optimizer=optimizer, session=session)
