@@ -113,6 +113,34 @@ def test_taken(kind: str, options: dict[str, Any]) -> None:
 # -- weights of 16 bits, and levels
 
 
+@pytest.mark.parametrize("kind", NUMBERS)
+def test_numbers_in_tensors_and_flags_as_numbers(kind: str) -> None:
+    """torch takes them; its fused kernels do not."""
+    made: Any = getattr(optim, kind)
+    defaults = made([param()]).defaults
+
+    def options(convert: bool) -> dict[str, Any]:
+        given = {n: v for n, v in defaults.items() if n not in ("ns_steps", "norm_type", "ns_coefficients", "fused")}
+        given.update({"momentum": 0.9} if "momentum" in given else {})
+        given = {n: v for n, v in given.items() if isinstance(v, (float, bool, tuple)) and n != "differentiable"}
+        given.pop("decoupled_weight_decay", None)
+        if convert:
+            kinds: dict[type, Any] = {float: torch.tensor, bool: int, tuple: lambda v: tuple(map(torch.tensor, v))}
+            return {n: kinds[type(v)](v) for n, v in given.items()}
+        return given
+
+    ends = []
+    for convert in (True, False):
+        p = param()
+        optimizer = made([p], **options(convert))
+        for step in range(3):
+            p.grad = torch.tensor([[0.1, -0.2, 0.3], [0.4, 0.5, -0.6]]) * (step + 1)
+            optimizer.step()
+        ends.append(p.detach().clone())
+    torch.testing.assert_close(*ends, rtol=1e-2, atol=1e-6)
+    assert not torch.equal(ends[0], torch.ones(2, 3))
+
+
 def test_what_weights_of_16_bits_do_not_take() -> None:
     with pytest.raises(OptimizerError, match="Adagrad with master='split'"):
         Adagrad([Parameter(torch.ones(2))], master="split")

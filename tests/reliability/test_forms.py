@@ -308,3 +308,49 @@ def test_masters_that_an_optimizer_keeps_itself(tmp_path: Path, mine: Any, their
         state = optimizer.state[weight.weight]
         ends.append(state["master"] if "master" in state else join(weight.weight.detach(), state["master_bits"]))
     assert torch.equal(ends[1], join(*split(ends[0], torch.int8)) if "8bit" in theirs.values() else ends[0])
+
+
+@pytest.mark.parametrize("way", ["save", "save_sharded", "load_state_dict"])
+@pytest.mark.parametrize("theirs", [{}, {"master": "split"}, {"master": "split24", "states": "8bit"}], ids=str)
+@pytest.mark.parametrize("mine", [{}, {"master": "split"}, {"master": "split24", "states": "8bit"}], ids=str)
+@pytest.mark.filterwarnings("ignore:.*16 bits, and their float32 masters with them")
+def test_a_session_takes_masters_that_an_optimizer_has_kept_itself(
+    tmp_path: Path, mine: Any, theirs: Any, way: str
+) -> None:
+    torch.manual_seed(0)
+    weight, model = nn.Linear(64, 64).bfloat16(), nn.Linear(64, 64)
+    alone = preamp.optim.AdamW(weight.parameters(), 1e-2, **mine)
+    for _ in range(3):
+        weight(torch.ones(2, 64, dtype=torch.bfloat16)).float().square().mean().backward()
+        alone.step()
+    state = alone.state[weight.weight]
+    kept = state["master"] if "master" in state else join(weight.weight.detach(), state["master_bits"])
+    optimizer = preamp.optim.AdamW(model.parameters(), 1e-2, **theirs)
+    with preamp.prepare(model, optimizer, level="O5") as session:
+        if way == "load_state_dict":
+            model.load_state_dict(weight.state_dict())
+            optimizer.load_state_dict(alone.state_dict())
+        else:
+            getattr(checkpoint, way)(tmp_path / "a", weight, optimizer=alone)
+            getattr(checkpoint, way.replace("save", "load"))(tmp_path / "a", model, optimizer=optimizer)
+        with session.full_precision(values_only=True):
+            assert torch.equal(model.weight, rounded(kept, str(theirs.get("master"))))
+    assert not torch.equal(kept, weight.weight.float())
+
+
+@pytest.mark.parametrize("mine", ["float32", "split", "split24"])
+def test_weights_written_after_masters_were_loaded(mine: str) -> None:
+    """As by a model's state that is loaded after its optimizer's: no step goes on from masters of other weights."""
+    torch.manual_seed(0)
+    weight = nn.Parameter(torch.randn(64, 64, dtype=torch.bfloat16))
+    optimizer = preamp.optim.AdamW([weight], 1e-3, master=mine)
+    weight.grad = torch.ones_like(weight)
+    optimizer.step()
+    other = nn.Parameter(torch.randn(64, 64, dtype=torch.bfloat16))
+    fresh = preamp.optim.AdamW([other], 1e-3)
+    fresh.load_state_dict(optimizer.state_dict())
+    with torch.no_grad():
+        other.copy_(weight)
+    other.grad = torch.zeros_like(other)
+    fresh.step()
+    torch.testing.assert_close(fresh.state[other]["master"], weight.detach().float(), rtol=2**-7, atol=2e-3)

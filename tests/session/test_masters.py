@@ -13,6 +13,7 @@ from torch.func import functional_call
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import preamp
+from preamp.kernels import join
 
 from ..optim.pairs import PAIRS
 from ..rows import over
@@ -411,3 +412,85 @@ def test_masters_of_an_optimizer_that_has_stepped_by_itself_are_taken_over(maste
             assert torch.equal(ours[rows], kept[parameter][rows]) and kept[parameter].float().abs().sum() > 0
         wide = masters["0.weight"] if master == "float32" else masters["0.weight"][0]
         assert (wide[0] == 3).all()
+
+
+@pytest.mark.parametrize("masters", [{}, {"master": None}, {"master": None, "rounding": "stochastic"}], ids=str)
+@pytest.mark.parametrize("kind", ["AdamW", "NovoGrad"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.filterwarnings("ignore:.*rounds to the nearest", "ignore:.*eps=")
+def test_states_that_were_there_before_a_session_without_masters(dtype: torch.dtype, kind: str, masters: Any) -> None:
+    """They have what a step needs inside and afterwards, also one number for a parameter without dimensions."""
+    if kind == "NovoGrad" and "rounding" in masters:
+        masters = {}
+    torch.manual_seed(0)
+    model = nn.Linear(4, 4).to(dtype)
+    model.scale = nn.Parameter(torch.ones((), dtype=dtype))
+    optimizer = getattr(preamp.optim, kind)(model.parameters(), 1e-2, **masters)
+
+    def backward() -> None:
+        (model(torch.randn(8, 4, dtype=model.weight.dtype)) * model.scale).float().square().mean().backward()
+
+    backward()
+    optimizer.step()
+    for _ in range(2):
+        with preamp.prepare(model, optimizer, policy="O5,masters=no") as session:
+            optimizer.zero_grad()
+            backward()
+            session.step()
+        optimizer.zero_grad()
+        backward()
+        optimizer.step()
+    assert {float(optimizer.state[p]["step"]) for p in model.parameters()} == {5.0}
+
+
+def test_step_counts_of_torchs_optimizers_stay_float32() -> None:
+    """Of a parameter without dimensions, too: in bfloat16 they would stop at 256."""
+    model = nn.Linear(4, 4)
+    model.scale = nn.Parameter(torch.ones(()))
+    optimizer = torch.optim.AdamW(model.parameters(), eps=1e-3)
+    model(torch.ones(2, 4)).mul(model.scale).sum().backward()
+    optimizer.step()
+    with preamp.prepare(model, optimizer, level="O3"):
+        assert optimizer.state[model.scale]["step"].dtype is torch.float32
+
+
+@pytest.mark.parametrize("policy", ["O2,scale=8", "O3", "O5", "O5,masters=no"])
+@pytest.mark.filterwarnings("ignore:.*rounds to the nearest")
+def test_gradients_from_before_a_session_count(policy: str) -> None:
+    model = nn.Linear(4, 4)
+    optimizer = torch.optim.SGD(model.parameters(), 0.5)
+    with torch.no_grad():
+        model.weight.zero_()
+    model(torch.eye(4)).sum().backward()
+    with preamp.prepare(model, optimizer, policy=policy) as session:
+        with session.autocast():
+            loss = model(torch.eye(4)).sum()
+        session.backward(loss)
+        session.step()
+    assert torch.equal(model.weight, torch.full((4, 4), -1.0))
+
+
+@pytest.mark.parametrize("options", [{}, {"master": "split"}, {"master": "split24"}], ids=str)
+@pytest.mark.parametrize("kind", ["AdamW", "SGD"])
+def test_an_optimizer_goes_on_with_the_masters_of_a_session_that_is_closed(kind: str, options: Any) -> None:
+    """Of weights that came in bfloat16, and keep it."""
+    torch.manual_seed(0)
+    model = nn.Linear(16, 16).bfloat16()
+    optimizer = getattr(preamp.optim, kind)(model.parameters(), 1e-4, **options)
+    with preamp.prepare(model, optimizer, level="O5") as session:
+        for _ in range(3):
+            with session.autocast():
+                loss = model(torch.randn(8, 16)).float().square().mean()
+            session.backward(loss)
+            session.step()
+            session.zero_grad()
+        with session.full_precision(values_only=True):
+            kept = model.weight.detach().clone()
+    state = optimizer.state[model.weight]
+    assert model.weight.dtype is torch.bfloat16 and not torch.equal(model.weight.float(), kept)
+    model(torch.zeros(8, 16, dtype=torch.bfloat16)).sum().backward()
+    optimizer.param_groups[0]["lr"] = 0.0
+    optimizer.step()
+    assert torch.equal(
+        state["master"] if "master" in state else join(model.weight.detach(), state["master_bits"]), kept
+    )

@@ -42,7 +42,7 @@ def test_the_choice_of_auto(monkeypatch: pytest.MonkeyPatch, given: dict[str, st
     session.close()
 
 
-@pytest.mark.parametrize("optimizer", ["torch", "preamp", "stochastic", "float32"])
+@pytest.mark.parametrize("optimizer", ["torch", "preamp", "stochastic", "float32", "stochastic in float16"])
 def test_weights_without_masters_that_round_to_nearest(optimizer: str) -> None:
     model = mlp()
     kinds: dict[str, Any] = {
@@ -50,10 +50,11 @@ def test_weights_without_masters_that_round_to_nearest(optimizer: str) -> None:
         "preamp": lambda p: preamp.optim.AdamW(p, 0.1),
         "stochastic": lambda p: preamp.optim.AdamW(p, 0.1, master=None, rounding="stochastic"),
         "float32": lambda p: torch.optim.SGD(p, 0.1),
+        "stochastic in float16": lambda p: preamp.optim.SGD(p, 0.1, master=None, rounding="stochastic"),
     }
-    policy = "O4" if optimizer == "float32" else "O5,masters=no"
+    policy = {"float32": "O4", "stochastic in float16": "O2,masters=no"}.get(optimizer, "O5,masters=no")
     made = kinds[optimizer](model.parameters())
-    if optimizer in ("torch", "preamp"):
+    if optimizer in ("torch", "preamp", "stochastic in float16"):
         with pytest.warns(PreampWarning, match=r"rounds to the nearest.*rounding='stochastic'"):
             preamp.prepare(model, made, policy=policy).close()
     else:

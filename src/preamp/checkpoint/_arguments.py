@@ -1,7 +1,4 @@
-"""The arguments of all that saves and loads, checked before anything is read, written or changed; and copies of them.
-
-A checkpoint holds plain containers of tensors, numbers and strings.
-"""
+"""The arguments of all that saves and loads, checked before anything is read, written or changed, and copied."""
 
 from __future__ import annotations
 

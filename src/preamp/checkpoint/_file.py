@@ -39,10 +39,8 @@ _under_way: set[str] = set()
 def write(path: AnyPath, content: Mapping[str, Any]) -> None:
     """Write `content` with a seal, to a temporary file that is renamed over `path` when it is complete.
 
-    Through symbolic links: the target is replaced, and the links stay. A file keeps its permissions and, as far as the
-    system allows, its owner. If that fails, the temporary file is removed and the old file stays. An `OSError` names
-    `path` and keeps its errno; `CheckpointError` for a device, a pipe or a socket. Temporary files of killed processes
-    of this machine are removed.
+    Links stay, and their targets are replaced. A file keeps its permissions and, if possible, its owner. An `OSError`
+    names `path` and keeps its errno; `CheckpointError` for what is no file. Files of killed processes are removed.
     """
     target = Path(os.path.realpath(path))
     temporary = target.with_name(f".{target.name}.{_HOST}-{os.getpid()}-{secrets.token_hex(4)}.tmp")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections import Counter, defaultdict
 from collections.abc import Mapping
 from typing import Any
 
@@ -19,6 +18,17 @@ from ._masters import InFloat32
 
 _DEFAULTED = frozenset({"max_grad_norm", "lr_decay", "initial_accumulator_value"})
 """Options of preamp.optim that groups of its siblings in torch or Apex lack."""
+
+
+NAMES = "param_names"
+"""Where a checkpoint has the names of each optimizer's parameters, since the states have only numbers."""
+
+
+def names_of(models: Mapping[str, Any], optimizer: Any) -> list[str]:
+    """The names in the models of an optimizer's parameters, in its order; "" for those of other models."""
+    modules = ((key, each) for key, each in models.items() if isinstance(each, nn.Module))
+    known = {p: f"{key}.{name}" for key, each in modules for name, p in each.named_parameters()}
+    return [known.get(p, "") for group in getattr(optimizer, "param_groups", ()) for p in group["params"]]
 
 
 def fitting(what: str, target: Any, state: Any, path: Any) -> Any:
@@ -85,10 +95,7 @@ def _check_options(optimizer: Optimizer, groups: Any) -> None:
 
 
 def _check_states(optimizer: Optimizer, state: Mapping[str, Any]) -> None:
-    """`_Misfit` for states of another kind, or in the order of other parameters.
-
-    torch loads them, as it loads a state of any shape, and the next step goes on with the moments of other parameters.
-    """
+    """`_Misfit` for states of another kind, or of other parameters: torch would load them, and step with them."""
     params = [param for group in optimizer.param_groups for param in group["params"]]
     numbers = [number for group in state["param_groups"] for number in group["params"]]
     if len(set(params)) == len(params) and len(set(numbers)) < len(numbers):
@@ -98,43 +105,38 @@ def _check_states(optimizer: Optimizer, state: Mapping[str, Any]) -> None:
         raise _Misfit(
             f"it has states of {', '.join(map(repr, strange))[:80]}, and parameters are numbered {numbers!r:.80}"
         )
-    shapes: dict[str, list[tuple[Any, Any]]] = defaultdict(list)
     for param, number in zip(params, numbers, strict=False):
         row = state["state"].get(number, {})
         second = "exp_inf" if isinstance(optimizer, Adamax) else "exp_avg_sq"
-        if _is_torchs(optimizer) and row and "betas" in optimizer.defaults and not {"exp_avg", second} <= row.keys():
+        lacks = sorted({"step", "exp_avg", second} - row.keys())
+        if _is_torchs(optimizer) and row and "betas" in optimizer.defaults and lacks:
             raise _Misfit(
-                f"the state of a parameter has {', '.join(map(str, row))}, and {type(optimizer).__name__} needs moments"
+                f"the state of a parameter has {', '.join(map(str, row))}, and {type(optimizer).__name__} needs "
+                f"{' and '.join(lacks)}{'; preamp.optim takes states of Apex, too' * (lacks == ['step'])}"
             )
         for name, value in row.items():
             if name == "step":
                 _check_alike(0, value, "the state 'step'")
                 if not 0 <= float(value) < math.inf:
                     raise _Misfit(f"the state 'step' is {value!r:.60}, and counts a parameter's steps")
-            elif isinstance(value, Tensor) and is_sharded(value) != is_sharded(param):
-                continue
-            elif isinstance(value, Tensor) or (_is_torchs(optimizer) and name in FusedOptimizer.known):
-                shapes[name].append((tuple(param.shape), _shape_of(name, value, param)))
-    for name, pairs in shapes.items():
-        differ = [pair for pair in pairs if pair[0] != pair[1]]
-        known = _is_torchs(optimizer) and name in FusedOptimizer.known
-        if differ and (known or Counter(shape for shape, _ in differ) == Counter(seen for _, seen in differ)):
-            raise _Misfit(
-                f"its {name!r} for a parameter of shape {differ[0][0]} is {differ[0][1]}: none of its own. Was the "
-                "order of layers changed since it was saved? Give the optimizer its parameters in the order in which "
-                "they were"
-            )
+            elif _is_torchs(optimizer) and name in FusedOptimizer.known:
+                _check_moment(name, value, param)
 
 
-def _shape_of(name: str, value: Any, param: Tensor) -> Any:
-    """The shape of a moment, or what is there in place of one. Momentum may be none yet, or sparse as its gradients."""
-    if value is None and name == "momentum_buffer":
-        return tuple(param.shape)
-    if not isinstance(value, Tensor):
-        return kind_of(value)
-    dense = value.layout is torch.strided or name == "momentum_buffer"
-    fits = dense and (value.is_floating_point() or not param.is_floating_point())
-    return tuple(value.shape) if fits or name not in FusedOptimizer.known else f"{value.layout}, {value.dtype}"
+def _check_moment(name: str, value: Any, param: Tensor) -> None:
+    """`_Misfit` for a moment that is not its parameter's. Momentum may be none yet, or sparse as its gradients."""
+    if isinstance(value, Tensor):
+        dense = value.layout is torch.strided or name == "momentum_buffer"
+        alike = value.is_floating_point() or not param.is_floating_point()
+        if is_sharded(value) != is_sharded(param) or (dense and alike and value.shape == param.shape):
+            return
+    elif value is None and name == "momentum_buffer":
+        return
+    seen = f"{tuple(value.shape)}, {value.layout}, {value.dtype}" if isinstance(value, Tensor) else kind_of(value)
+    raise _Misfit(
+        f"its {name!r} for a parameter of shape {tuple(param.shape)} is {seen}: none of its own. Was the order of "
+        "layers changed? Give the optimizer its parameters in the order in which they were saved"
+    )
 
 
 def _check_alike(own: Any, saved: Any, where: str) -> None:

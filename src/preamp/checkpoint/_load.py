@@ -12,7 +12,7 @@ from ..errors import CheckpointError, OptimizerError, PreampError, PreampWarning
 from ..session import Session, sessions_of
 from ._arguments import AnyPath, Models, Optimizers, check_path, check_session, kept_on_host, named
 from ._file import read
-from ._fitting import fitting
+from ._fitting import NAMES, fitting, names_of
 from ._masters import BITS, Beside, in_full, joined
 from ._save import finish
 
@@ -23,10 +23,9 @@ def load(
 ) -> dict[str, Any]:  # fmt: skip
     """Read a checkpoint, load what is named into the objects given, and return the whole content, on the CPU.
 
-    All or nothing: if one object does not accept its state, those before it get back what they had; for that, copies of
-    their states are kept in host memory during the call. Waits for a `save_async`. `extra`: further objects, by the
-    names they were saved under, with `state_dict` and `load_state_dict` (an LR scheduler); None is left out. Masters
-    and moments may have been kept in another form. Without `session`, a `PreampWarning` says that the rest of a
+    All or nothing, for which copies of the objects' states are in host memory meanwhile. `extra`: further objects, by
+    the names they were saved under, with `state_dict` and `load_state_dict` (an LR scheduler); None is left out.
+    Masters and moments may have been kept in another form. Without `session`, a `PreampWarning` says that the rest of a
     session's state stays in the file, where a run would go on from it (with `optimizer`, or a prepared model).
 
     Raises `CheckpointError` for a file that is not one, is damaged, lacks what an object needs or does not fit it;
@@ -62,9 +61,17 @@ def load(
             joined(content[name], bits)
     except (StateError, LookupError, AttributeError, TypeError) as error:
         raise CheckpointError(f"{path} has bits of masters that are none of its models' ({error})") from error
+    names = content.pop(NAMES, {})
     if missing := targets.keys() - content:
         raise CheckpointError(f"{path} has no {', '.join(map(repr, sorted(missing)))}; it has {', '.join(content)}")
     parts = [(name, target, fitting(name, target, content[name], path)) for name, target in targets.items()]
+    for name, each in optimizers.items():
+        own = names_of(models, each) if content[name].get("state", True) else names.get(name)
+        if (saved := names.get(name, own)) != own and sorted(saved) == sorted(own):
+            raise CheckpointError(
+                f"{path} has the states of the {name}'s parameters in another order, so they would go to others, and "
+                "nothing was loaded. Give the optimizer its parameters in the order in which they were"
+            )
     _load_together(parts, path)
     prepared = sessions_of(*(each for each in models.values() if isinstance(each, nn.Module)))
     if session is None and "amp" not in extra and (optimizers or prepared):

@@ -1,8 +1,7 @@
 """What several ranks do together to save and load: work of which none waits for one that failed, states by name.
 
-States of models and optimizers have the names of parameters, as `torch.distributed.checkpoint` has them. torch makes
-the states of an optimizer that has none by a step. Such a step counts, so that bias corrections and first steps change:
-it must not happen where a checkpoint is only written, and not to parameters that had no states when it was.
+States of models and optimizers have the names of parameters. torch makes the states of an optimizer that has none by a
+step. Such a step counts: none must be made where a checkpoint is only written, or of what had no states when it was.
 """
 
 from __future__ import annotations
@@ -27,10 +26,9 @@ _group: tuple[Any, Any] | None = None
 
 
 def on_all_ranks(work: Callable[[], T], what: str, group: Any = None) -> list[T]:
-    """Do `work` on each rank; its results by rank, when all have done it.
+    """Do `work` on each rank; its results by rank. An error on one is a `CheckpointError` on the others.
 
-    An error on one rank is an error on all of them: its own there, and a `CheckpointError` that names it elsewhere.
-    `what`: the sentence's beginning, as in "the checkpoint was not written".
+    `what`: how that begins, as in "the checkpoint was not written".
     """
     if ranks() == 1:
         return [work()]

@@ -13,6 +13,7 @@ from ..errors import CheckpointError, PreampWarning
 from ..session import Session
 from ._arguments import AnyPath, Models, Optimizers, check_loadable, check_path, check_session, kept_on_host, named
 from ._file import write
+from ._fitting import NAMES, names_of
 from ._masters import BITS, Beside, InFloat32, in_full
 
 
@@ -23,11 +24,10 @@ def save(
 
     `model`, `optimizer`: one, or a list or mapping of several. `extra`: further states to keep, of tensors, numbers,
     strings, lists and dicts, or objects with a `state_dict` (an LR scheduler). Parallel wrappers keep their names.
-    A prepared model is saved as its masters: float32, or as bfloat16 weights and the bits that these lack. The
-    folder must exist. Returns when file and name are on the disk.
+    A prepared model is saved as its masters: float32, or as bfloat16 weights and the bits that these lack.
 
     Raises `CheckpointError` for content that could not be loaded and for the session of other models, and `OSError`,
-    with path and reason, when it cannot be written (a full disk); the old file stays, and no other is left.
+    with path and reason, when it cannot be written (a full disk, no folder); the old file stays.
 
     >>> preamp.checkpoint.save("last.pt", model=model, optimizer=optimizer, session=session, step=7)
     """
@@ -41,9 +41,8 @@ def save_async(
 ) -> Future[None]:
     """As `save`, but only copies the states before it returns; a thread writes them while training goes on.
 
-    The copy is held in host memory until the file is written. The next call that saves or loads waits for that, and so
-    does the interpreter when it exits. `result()` of what is returned waits too, and raises what went wrong; a failure
-    is also a `PreampWarning` when it happens.
+    The copy is in host memory until then. The next save or load waits for that, and so does the interpreter at its
+    exit. `result()` waits too, and raises what went wrong; a failure is also a `PreampWarning` when it happens.
 
     >>> saving = preamp.checkpoint.save_async("last.pt", model=model, optimizer=optimizer, session=session)
     >>> train_another_epoch()
@@ -70,13 +69,14 @@ def _content(
     if session is not None:
         content["amp"] = Beside(session, models.values()).state_dict()
     for name, value in extra.items():
-        if name in ("format", BITS) or name in content:
+        if name in ("format", BITS, NAMES) or name in content:
             raise CheckpointError(f"{name!r} is a name that checkpoints use themselves; choose another")
         if isinstance(value, Session):
             raise CheckpointError(f"{name}= is a session: give it as session=, so that its masters are in the model's")
         content[name] = value.state_dict() if hasattr(value, "state_dict") and not isinstance(value, type) else value
     for name, state in content.items():
         check_loadable(state, name)
+    content[NAMES] = {name: names_of(models, each) for name, each in optimizers.items()}
     return {**content, BITS: bits} if any(bits.values()) else content
 
 

@@ -1,8 +1,7 @@
 """Checkpoints of models that no process holds whole: every rank writes its shards, any number of ranks reads them.
 
-A folder holds generations, written by `torch.distributed.checkpoint`, and one sealed file, `latest`, which names the
-one that is complete and carries what the session adds. Only when every rank has written is that file replaced, in one
-move: a rank killed at any moment leaves the previous generation.
+A folder holds generations, written by `torch.distributed.checkpoint`, and a sealed file, `latest`, which names the one
+that is complete and has what the session adds. It is replaced, in one move, when every rank has written.
 """
 
 from __future__ import annotations
@@ -21,12 +20,14 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ..errors import CheckpointError
+from ..optim import FusedOptimizer
 from ..optim._eight_bit import as_float32, stored_as
 from ..session import Session, sessions_of
 from ..sharding import rank, ranks
 from ..tree import map_tensors
 from ._arguments import AnyPath, check_kind, check_path, check_session, kept_on_host
 from ._file import read, sha256_of, write
+from ._fitting import fitting
 from ._load import tell_left
 from ._masters import BITS, Beside, in_float32, joined, masters_of
 from ._ranks import named_states, names_in, on_all_ranks, own_group, states_for
@@ -37,19 +38,15 @@ LATEST = "latest"
 _GENERATION = re.compile(r"preamp-(\d{8,})")
 """The names of generations: only folders that are called so are ever deleted."""
 
-_FLAGS = ("foreach", "fused", "maximize", "capturable", "differentiable", "decoupled_weight_decay")
-"""Options of a group that torch's optimizers got in later releases: a file without them leaves them as they are."""
-
 _UNWRITTEN = "the checkpoint was not written, and the one before it is as it was"
 
 
 def save_sharded(folder: AnyPath, model: nn.Module, *, optimizer: Optimizer, session: Session | None = None) -> None:
     """Write model, optimizer and session, each rank its own part. All ranks call it, with a folder they share.
 
-    For FSDP2 and tensor parallelism; also where every rank has everything, and on one process. Of 16-bit
-    parameters the masters are written, as they are kept. Returns on all ranks when the checkpoint is whole, and the one
-    before it is gone. Where it fails on one rank it fails on all, and the one before it stays. `CheckpointError` for a
-    folder that the ranks do not share, and for pipeline stages.
+    For FSDP2 and tensor parallelism; also where every rank has everything, and on one process. Of 16-bit parameters the
+    masters are written, as they are kept. Where it fails on one rank it fails on all, and the checkpoint before stays.
+    `CheckpointError` for a folder that the ranks do not share, and for pipeline stages.
 
     >>> preamp.checkpoint.save_sharded("last", model=model, optimizer=optimizer, session=session)
     """
@@ -63,9 +60,8 @@ def save_sharded_async(
 ) -> Future[None]:
     """As `save_sharded`, written by a thread of each rank while training goes on; returns when the shards are copied.
 
-    The copies lie in host memory. Ranks exchange over gloo, in a group of their own. Call `result()` of what it returns
-    before the process group is destroyed, and before relying on the checkpoint; a failure is a `PreampWarning` too.
-    Without a process group it writes before it returns.
+    The copies lie in host memory. Ranks exchange over gloo, in a group of their own. Call `result()` before the process
+    group is destroyed; a failure is a `PreampWarning` too. Without a process group it writes before it returns.
 
     >>> saving = preamp.checkpoint.save_sharded_async("last", model=model, optimizer=optimizer, session=session)
     """
@@ -82,19 +78,14 @@ def save_sharded_async(
 
 
 def _saving(
-    target: Path,
-    model: nn.Module,
-    optimizer: Optimizer,
-    session: Session | None,
-    held: Callable[[Any], Any],
-    group: Any,
+    target: Path, model: nn.Module, optimizer: Optimizer, session: Session | None, held: Callable[..., Any], group: Any
 ) -> Callable[[], None]:
     """The rest of a save, to be done by this thread or another one; the states are taken now, by way of `held`."""
     from torch.distributed.checkpoint.state_dict_saver import save as save_parts
 
     def begin() -> tuple[dict[str, Any] | None, str]:
         beside, before = _beside(model, optimizer, session), _latest(target)
-        name = _name(1 if before is None else _number(before["generation"]) + 1)
+        name = f"preamp-{1 if before is None else _number(before['generation']) + 1:08d}"
         if rank() == 0:
             shutil.rmtree(target / name, ignore_errors=True)  # of a save that was killed
             (target / name).mkdir(parents=True)
@@ -139,9 +130,8 @@ def _saving(
 def load_sharded(folder: AnyPath, model: nn.Module, *, optimizer: Optimizer, session: Session | None = None) -> None:
     """Read what `save_sharded` wrote, on any number of ranks: every one gets the shards that it has now, bit for bit.
 
-    All ranks call it, after `fully_shard`, the optimizer and `prepare`. All or nothing, for which the shards are held
-    twice meanwhile. A `PreampWarning` if a session's state stays in the folder. `CheckpointError` when there is none,
-    or it does not fit; `StateError` when of another policy.
+    All ranks call it, after `fully_shard`, the optimizer and `prepare`. All or nothing. `PreampWarning` if a session's
+    state stays in the folder; `CheckpointError` if the rest does not fit, `StateError` if it has another policy.
 
     >>> preamp.checkpoint.load_sharded("last", model=model, optimizer=optimizer, session=session)
     """
@@ -175,9 +165,12 @@ def load_sharded(folder: AnyPath, model: nn.Module, *, optimizer: Optimizer, ses
             states, steps = named_states(model, optimizer)
             parts: dict[str, Any] = {"model": map_tensors(Tensor.clone, states), BITS: {}, "optimizer": steps}
             named, own = names_in(optimizer, steps), dict(steps["state"])
-            given = [(group, groups.get(number, group)) for number, group in enumerate(steps["param_groups"])]
-            flags = [{f: group.pop(f) for f in _FLAGS if f in group and f not in there} for group, there in given]
-            rows = {n: stored_as(own[n], p, its[n]) for p, n in named.items() if n in own and n in its}
+            every = steps["param_groups"]
+            in_groups = [group["params"] for group in every]
+            flags = {n for g in every for n in g if isinstance(g[n], bool | None)}  # other options must be there
+            left = [{n: g.pop(n) for n in flags & (g.keys() - groups.get(i, g))} for i, g in enumerate(every)]
+            ours = isinstance(optimizer, FusedOptimizer)  # which takes masters, too
+            rows = {n: stored_as(own[n], p, its[n], ours) for p, n in named.items() if n in own and n in its}
             steps["state"].update(rows)
         for name, low in stored.get(BITS, {}).items():
             if isinstance(wide := parts["model"].get(name), Tensor):
@@ -186,9 +179,18 @@ def load_sharded(folder: AnyPath, model: nn.Module, *, optimizer: Optimizer, ses
         with _torchs_own(refused):
             load_parts(parts, storage_reader=reader, planner=Planner())
             joined(parts["model"], parts[BITS])
-            for group, left in zip(steps["param_groups"], flags, strict=True):
-                group.update(left)
             steps["state"].update({n: as_float32(row) for n, row in rows.items() if row is not own[n]})
+
+        for group, names in zip(every, in_groups, strict=True):
+            if set(names) != set(group["params"]):
+                raise CheckpointError(
+                    f"{refused}: a group of the optimizer had other parameters, to which its options belong. Make the "
+                    "groups as they were"
+                )
+            group["params"] = names  # in their present order
+        on_all_ranks(lambda: fitting("optimizer", optimizer, steps, source), refused)
+        for group, options in zip(every, left, strict=True):
+            group.update(options)
         if session is not None:
             Beside(session, [model]).load_state_dict(latest["amp"])
         with in_float32(sessions_of(model)):
@@ -223,10 +225,6 @@ def _check_files(folder: Path, latest: dict[str, Any]) -> None:
             raise CheckpointError(f"{path} is missing: the checkpoint was copied in part, or cleared up after")
         if sha256_of(path) != files[name]:
             raise CheckpointError(f"{path} is damaged: its bytes do not match the digest they were saved with")
-
-
-def _name(number: int) -> str:
-    return f"preamp-{number:08d}"
 
 
 def _number(generation: Any) -> int:

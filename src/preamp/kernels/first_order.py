@@ -80,7 +80,7 @@ def _adagrad(storage: Storage, gradients: Tensors, o: AdagradOptions) -> None:
 def _sgd_torch_fused(storage: Storage, gradients: Tensors, o: SGDOptions) -> None:
     by_torch_fused(
         storage, gradients, o, torch._fused_sgd_, lists=1, takes_step=False, momentum=o.momentum,
-        dampening=o.dampening, nesterov=o.nesterov, is_first_step=o.first and o.momentum != 0,
+        dampening=o.dampening, nesterov=o.nesterov, is_first_step=o.first and bool(o.momentum),
     )  # fmt: skip
 
 

@@ -35,7 +35,7 @@ def novograd(storage: Storage, gradients: Tensors, o: NovoGradOptions) -> None:
 
 def _lamb(storage: Storage, gradients: Tensors, o: LambOptions) -> None:
     params, (exp_avgs, exp_avg_sqs), step = storage.params, storage.states, storage.step
-    device, (beta1, beta2) = params[0].device, o.betas
+    device, (beta1, beta2) = params[0].device, map(float, o.betas)
     gate = gate_of(device, o.found)
     if gate is None:
         return
@@ -76,7 +76,7 @@ def _lamb(storage: Storage, gradients: Tensors, o: LambOptions) -> None:
 
 def _novograd(storage: Storage, gradients: Tensors, o: NovoGradOptions) -> None:
     params, (exp_avgs, (running,)), step = storage.params, storage.states, storage.step
-    device, (beta1, beta2) = params[0].device, o.betas
+    device, (beta1, beta2) = params[0].device, map(float, o.betas)
     gate = gate_of(device, o.found)
     if gate is None:
         return

@@ -165,7 +165,7 @@ class LayerwiseOptions(Options):
     @property
     def one_beta1(self) -> float:
         """The weight of a new gradient in the first moment."""
-        return 1 - self.betas[0] if self.grad_averaging else 1.0
+        return 1 - float(self.betas[0]) if self.grad_averaging else 1.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

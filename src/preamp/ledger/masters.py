@@ -24,7 +24,7 @@ from torch.nn import Parameter
 
 from ..errors import SessionError, StateError
 from ..formats import LOW_DTYPES
-from ..kernels import Storage, Tensors
+from ..kernels import Storage, Tensors, join
 from ..sharding import held_here, is_sharded
 from .audit import Audit, agrees
 from .leaves import Agreed, Kept, Leaf, Leaves, shape_of, whole
@@ -74,10 +74,10 @@ class Masters:
         set_data(parameter, master.to(dtype))
         self._know(name, parameter, master)
 
-    def adopt(self, name: str, parameter: Parameter, master: Tensor | None = None) -> None:
-        """Make a master for a parameter that is already low, or take the one that was kept for it."""
+    def adopt(self, name: str, parameter: Parameter) -> None:
+        """Make a master for a parameter that is already low."""
         self._adopted.add(parameter)
-        self._know(name, parameter, parameter.data.float() if master is None else master)
+        self._know(name, parameter, parameter.data.float())
 
     def _know(self, name: str, parameter: Parameter, stored: Tensor) -> None:
         self._leaves[parameter] = Leaf(name, stored, parameter.data, self._agreed.add(parameter))
@@ -360,13 +360,15 @@ class Masters:
                 self._take(parameter, leaf, whole(leaf.name, state[leaf.name]))
                 self._note(parameter, leaf)
 
-    def take_over(self, kept: Mapping[Parameter, Tensor | None]) -> None:
-        """Take what an optimizer has kept for its own steps, in the form in which these masters are kept."""
-        for parameter, leaf in self._leaves.items():
-            master = kept.get(parameter)
-            if master is not None:
-                leaf.stored, self._agreed.versions[leaf.number] = master, -1
-                self._follow(parameter, leaf)
+    def take_over(self, kept: Mapping[Parameter, Tensor]) -> None:
+        """Take masters, or their bits, that an optimizer has kept for its own steps; later writes to weights win."""
+        for parameter, own in kept.items():
+            low, leaf = parameter.data, self._leaves[parameter]
+            wide = (
+                torch.where(own.to(low.dtype) == low, own, low.float()) if own.is_floating_point() else join(low, own)
+            )
+            self._take(parameter, leaf, wide)
+            self._note(parameter, leaf)
 
     def _take(self, parameter: Parameter, leaf: Leaf, wide: Tensor) -> None:
         """Keep a master that is loaded, and round it into its parameter."""

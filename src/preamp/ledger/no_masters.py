@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import torch
-from torch import Tensor
 from torch.nn import Parameter
 
 from ..formats import LOW_DTYPES
@@ -29,7 +28,7 @@ class NoMasters(Masters):
         set_data(parameter, parameter.data.to(dtype))
         self._low[parameter] = True
 
-    def adopt(self, name: str, parameter: Parameter, master: Tensor | None = None) -> None:
+    def adopt(self, name: str, parameter: Parameter) -> None:
         """Have a parameter that is 16-bit take part in `full` and `low`."""
         if parameter.dtype in LOW_DTYPES:
             self._low.setdefault(parameter, False)

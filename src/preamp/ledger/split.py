@@ -36,15 +36,15 @@ class SplitMasters(Masters):
         set_data(parameter, weight)
         self._know(name, parameter, bits)
 
-    def adopt(self, name: str, parameter: Parameter, master: Tensor | None = None) -> None:
-        """Keep bits for a parameter that is already bfloat16: zeros, or those that were saved for it."""
+    def adopt(self, name: str, parameter: Parameter) -> None:
+        """Keep bits for a parameter that is already bfloat16: zeros."""
         if parameter.dtype is not torch.bfloat16:
             raise OptimizerError(
                 f"split masters keep the bits that bfloat16 weights lack, and a parameter is {parameter.dtype}: use "
                 "master='float32'"
             )
         self._adopted.add(parameter)
-        self._know(name, parameter, torch.zeros_like(parameter, dtype=self._kept) if master is None else master)
+        self._know(name, parameter, torch.zeros_like(parameter, dtype=self._kept))
 
     def _follow(self, parameter: Parameter, leaf: Leaf) -> None:
         """Record the address of a parameter that was given other data."""

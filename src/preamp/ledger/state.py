@@ -24,16 +24,15 @@ def state_like_parameters(optimizer: Optimizer) -> None:
             continue  # what some keep for all parameters, under a name
         for key, value in state.items():
             fits = isinstance(value, Tensor) and value.shape == parameter.shape and value.dtype in castable
-            if fits and parameter.dtype in castable and value.dtype is not parameter.dtype:
+            if fits and key != "step" and parameter.dtype in castable and value.dtype is not parameter.dtype:
                 state[key] = value.to(parameter.dtype)
 
 
 class Steps:
     """The step counts of parameters that have seen equally many steps, float32 on their device.
 
-    A step reads and increments one number for all; one copy updates the others. An optimizer's state has views of them
-    under "step", one a parameter. The views share one version counter, so a single comparison shows whether user code
-    has written to any of them. `count`: a number, or 0-d on their device, which is copied.
+    A step increments one number for all; one copy updates the others. An optimizer's state has views of them under
+    "step", which share one version counter: user code may write them. `count`: a number, or 0-d on their device.
     """
 
     def __init__(self, params: Sequence[Parameter], count: Tensor | float) -> None:

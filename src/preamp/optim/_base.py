@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import fields
 from functools import cache, wraps
 from typing import Any, ClassVar
@@ -16,11 +16,10 @@ from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimize
 
 from ..compiling import uncompiled
 from ..errors import OptimizerError
-from ..formats import LOW_DTYPES
 from ..kernels import present_in, reciprocal
 from ..ledger import Bucket, Buckets, Collected, Masters, Steps, gradients_of, parameters_of
 from ..sharding import any_sharded
-from ._loading import Loading
+from ._loading import FLAGS, Loading
 
 
 class FusedOptimizer(Loading):
@@ -91,7 +90,8 @@ class FusedOptimizer(Loading):
 
     def _options(self, bucket: Bucket, **more: Any) -> Any:
         group = bucket.group
-        return self.options(**{name: group[name] for name in _names(self.options) if name in group}, **more)
+        own = {n: group[n] == True if n in FLAGS else group[n] for n in _names(self.options) if n in group}  # noqa: E712
+        return self.options(**own, **more)  # torch's kernels refuse 1 for True
 
     def _advance(self, bucket: Bucket, gradients: list[Tensor], **more: Any) -> None:
         """Step the tensors of a bucket. `more`: options that are no group's, the factor of gradients and the flag."""
@@ -201,10 +201,9 @@ class FusedOptimizer(Loading):
 
     @staticmethod
     def profile_hook_step(func: Callable[..., Any]) -> Callable[..., Any]:
-        """Torch's way to run hooks around a step under a name for profilers.
+        """Torch's way to run hooks around a step under a name for profilers, which is left out unless one runs.
 
-        That name takes as long as the rest of a step of a few small tensors. So it is left out unless a profiler runs;
-        the hook of sessions, which changes nothing, still runs.
+        It takes as long as a step of a few small tensors. The hook of sessions, which changes nothing, still runs.
         """
         hooked, own = Optimizer.profile_hook_step(func), func is FusedOptimizer._own_step
 
@@ -262,15 +261,18 @@ class FusedOptimizer(Loading):
         present = [present_in(own)[0] for own in params]
         for param in (param for params in present for param in params):
             self._check(param)
-            if not self._lent and self.is_mastered(param) and param not in self._masters:
-                kept = self.state[param].get(self._master_key)
-                self._masters.adopt(f"{len(self._masters)}", param, kept)
-            master = self._masters.stored(param) if self.is_mastered(param) else param
+            mastered, known = self.is_mastered(param), param in self._masters
+            kept = None if self._lent or known or not mastered else self.state[param].get(self._master_key)
+            master = self._masters.stored(param) if mastered and known else param if kept is None else kept
             if master.shape != param.shape:
                 raise OptimizerError(
                     f"a parameter has shape {tuple(param.shape)}, and its master {tuple(master.shape)}: it was "
                     "resized after its master was made. Make an optimizer, and prepare, of what it is now"
                 )
+            if mastered and not known:
+                self._masters.adopt(f"{len(self._masters)}", param)
+            if kept is not None:
+                self._masters.take_over({param: kept})
         self.counts = {param: steps for param, steps in self.counts.items() if param in self.state}
         buckets = Buckets(self, present, self._masters, whole=alone is None)
         if not self._lent:
@@ -301,21 +303,19 @@ class FusedOptimizer(Loading):
 
     # -- masters
 
-    def lend(self, masters: Masters | None) -> None:
-        """Step with the masters of a session, which takes over and saves those kept here; None gives them back.
-
-        States that a session without masters had in 16 bits are float32 then, as a step with masters needs them.
-        """
+    def lend(self, masters: Masters | None, given_back: Mapping[Parameter, Tensor] | None = None) -> None:
+        """Step with the masters of a session, which takes over and saves those kept here; None gives them back."""
+        stepped = [p for p in parameters_of(self) if p in self.state]
+        kept = {p: self.state[p].pop(self._master_key) for p in stepped if self._master_key in self.state[p]}
         if masters is not None and not self._lent:
-            masters.take_over({p: self.state[p].get(self._master_key) for p in parameters_of(self) if p in self.state})
+            masters.take_over({p: kept[p] for p in masters.among(kept)})
         self._masters, self._lent = (self._own_masters(), False) if masters is None else (masters, True)
         self._buckets.clear()
-        for parameter, state in self.state.items():
-            state.pop(self._master_key, None)
-            for name, value in state.items() if masters is None else ():
-                low = isinstance(value, Tensor) and value.dtype in LOW_DTYPES and value.shape == parameter.shape
-                if low and (self._masters.wanted or parameter.dtype is torch.float32):
-                    state[name] = value.float()
+        for param in stepped:
+            self._mend(param, self.state[param])  # to dtypes that a step needs now
+        for param, master in (given_back or {}).items():
+            if self.is_mastered(param):
+                self.state[param][self._master_key] = master
 
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "master": self.master}

@@ -105,13 +105,13 @@ def as_float32(row: Any) -> Any:
     return wide
 
 
-def stored_as(row: dict[str, Any], param: Tensor, stored: Mapping[str, Any]) -> dict[str, Any]:
+def stored_as(row: dict[str, Any], param: Tensor, stored: Mapping[str, Any], masters: bool) -> dict[str, Any]:
     """A parameter's states to be read into: itself if what is stored has the same form, else empty ones of that form.
 
-    `stored`: meta tensors. Codes come with the scales of the whole tensor, also where that is sharded.
+    `stored`: meta tensors. `masters`: those, too. Codes come with the scales of the whole, also of a sharded tensor.
     """
     theirs = _forms(stored)
-    if {"master", "master_bits"}.isdisjoint(row):  # they are its optimizer's own, or nobody's
+    if not masters:
         theirs = {name: form for name, form in theirs.items() if not name.startswith("master")}
     if theirs == _forms(row):
         return row

@@ -1,8 +1,7 @@
 """Saved states whose groups lack options, and those of Apex's fused optimizers, in the form that preamp.optim has.
 
 Apex counts steps once for a group, in `group["step"]`, and keeps NovoGrad's running norms in `group["exp_avg_sq"]`: two
-tensors, of the 16-bit parameters and of the others. Arguments that Apex keeps out of its checkpoints (`adam_w_mode`,
-`use_nvlamb`, `reg_inside_moment`, ...) are those of the optimizer that loads.
+tensors, of the 16-bit parameters and of the others. Arguments that it does not save are those of the present optimizer.
 """
 
 from __future__ import annotations

@@ -22,7 +22,7 @@ from ._from_apex import check_form, completed
 _NUMBERS = frozenset({
     "lr", "eps", "weight_decay", "momentum", "lr_decay", "initial_accumulator_value", "max_grad_norm",
 })  # fmt: skip
-_FLAGS = frozenset({
+FLAGS = frozenset({
     "amsgrad", "maximize", "capturable", "decoupled_weight_decay", "nesterov", "bias_correction", "grad_averaging",
     "adam_w_mode", "use_nvlamb", "reg_inside_moment", "init_zero",
 })  # fmt: skip
@@ -106,7 +106,7 @@ class Loading(Optimizer):
                     check_number(f"betas[{i}]", beta, high=1.0)
             elif name in _NUMBERS and not (name == "max_grad_norm" and value is None):
                 check_number(name, value)
-            elif name in _FLAGS and (isinstance(value, Tensor) or value not in (False, True)):
+            elif name in FLAGS and (isinstance(value, Tensor) or value not in (False, True)):
                 raise OptimizerError(f"{name}={value!r}: write True or False")
 
     def check_loadable(self, state_dict: dict[str, Any]) -> None:
@@ -174,28 +174,29 @@ class Loading(Optimizer):
                 continue
             if param in low:  # torch has cast its states to 16 bits
                 state.update({n: _wide(v, param.device) for n, v in saved.items() if isinstance(v, Tensor)})
-            masters = {name: state.pop(name, None) for name in _MASTERS}
-            if param in low and self.master is not None and not self._lent:
-                # torch's optimizers keep one in the parameter's dtype, and step the weight without it
-                good = {n for n in _MASTERS if getattr(saved.get(n), "dtype", None) in _MASTERS[n]}
-                self._take_master(param, state, *(masters[n] if n in good else None for n in _MASTERS))
+            # torch's optimizers keep one in the parameter's dtype, and step the weight without it
+            good = [saved[n] for n, known in _MASTERS.items() if getattr(saved.get(n), "dtype", None) in known]
+            for name in _MASTERS:
+                state.pop(name, None)
+            if good and self.is_mastered(param):
+                self._take_master(param, state, good[-1].to(param.device))
             self._mend(param, state)
 
     @torch.no_grad()
-    def _take_master(self, param: Parameter, state: dict[str, Any], master: Tensor | None, bits: Tensor | None) -> None:
-        """Keep a loaded master, float32 or the bits beside the weight, in the form that this optimizer steps."""
+    def _take_master(self, param: Parameter, state: dict[str, Any], saved: Tensor) -> None:
+        """Keep a loaded master, float32 or the bits beside the weight, in the form that is stepped here."""
         kept = KEPT.get(str(self.master))
-        if bits is not None and bits.dtype is kept:
-            state["master_bits"] = bits  # beside a weight that may be loaded later
-            return
-        if bits is None and master is None:
-            return
-        wide = join(param, bits) if master is None else master  # type: ignore[arg-type]
-        if kept is None:
-            state["master"] = weight = wide
+        if self._lent:
+            self._masters.take_over({param: saved})
+        elif saved.dtype is kept:
+            state["master_bits"] = saved  # beside a weight that may be loaded later
         else:
-            weight, state["master_bits"] = split(wide, kept)
-        param.copy_(weight)
+            weight = wide = saved if saved.is_floating_point() else join(param, saved)
+            if kept is None:
+                state["master"] = wide
+            else:
+                weight, state["master_bits"] = split(wide, kept)
+            param.copy_(weight)
 
     def _low_params(self) -> set[Parameter]:
         """The 16-bit parameters that have a master here, or states of another dtype."""

@@ -21,6 +21,7 @@ from ..formats import LOW_DTYPES, name_of
 from ..frameworks import unwrap, unwrapped
 from ..ledger import KEPT, Masters, NoMasters, SplitMasters, parameters_of, rebuild_reducers, state_like_parameters
 from ..modules import Conversion
+from ..optim import FusedOptimizer
 from ..policy import Policy, auto_level, parse_policy
 from ..scaling import LOG, LossScale, loss_scale
 from ..sharding import flat_group, reshard
@@ -131,7 +132,8 @@ def prepare(
     _warn_of_float64(models, chosen)
     for each_optimizer in optimizers.values():
         if not chosen.masters:
-            state_like_parameters(each_optimizer)
+            if not isinstance(each_optimizer, FusedOptimizer):  # those have made them what they step with
+                state_like_parameters(each_optimizer)
             _warn_of_rounding(each_optimizer, chosen)
         _warn_of_eps(each_optimizer, chosen)
     return session
@@ -308,13 +310,13 @@ def _warn_of_float64(models: Mapping[str, nn.Module], policy: Policy) -> None:
 
 
 def _warn_of_rounding(optimizer: Optimizer, policy: Policy) -> None:
-    rounds_well = getattr(optimizer, "rounding", "nearest") == "stochastic"
-    rounds_well = rounds_well or optimizer.param_groups[0].get("kahan_sum", False)
+    stochastic = getattr(optimizer, "rounding", "nearest") == "stochastic" and policy.params is torch.bfloat16
+    rounds_well = stochastic or optimizer.param_groups[0].get("kahan_sum", False)
     if policy.params in LOW_DTYPES and policy.norms is torch.float32 and not rounds_well:  # O3 is meant so
         warnings.warn(
             f"{type(optimizer).__name__} steps {name_of(policy.params)} weights without masters and rounds to the "
-            "nearest: an update below 2^-9 of its weight is lost each time, as most are. Use "
-            "preamp.optim.AdamW(..., master=None, rounding='stochastic'), or leave out masters=no",
+            "nearest: an update below 2^-9 of its weight (in fp16 2^-12) is lost each time, as most are. Leave out "
+            "masters=no, or use bfloat16 weights and preamp.optim.AdamW(..., master=None, rounding='stochastic')",
             PreampWarning,
             stacklevel=3,
         )

@@ -480,10 +480,11 @@ class Session:
         self._reshard()
         for conversion in self._conversions:
             conversion.undo()
+        kept = {p: self._masters.stored(p) for p in self._masters}
         self._masters.restore()
         for parameter, gradient in true.items():
             parameter.grad = gradient.to(dtype_of_gradient(parameter))
-        self._steps.take_states_back()
+        self._steps.take_states_back(kept)
         self._release_kernels()
         self._rates.restore()
 

@@ -138,9 +138,8 @@ class OptimizerSteps:
     def _step_unless(self, found: Tensor, optimizer: Optimizer) -> bool | None:
         """Step or skip.
 
-        Optimizers of `preamp.optim` take low, scaled gradients, with a factor and the session's masters. torch's fused
-        ones take true gradients and the flag. Any other steps after the host has read the flag, the one host sync of
-        such a step. With `skip="device"`, and if capturable, it always steps, and is undone if `found`.
+        Optimizers of `preamp.optim` take low, scaled gradients, a factor and the masters; torch's fused ones take true
+        gradients and the flag. Any other steps after the host has read that, or always, and is undone if `found`.
         """
         on_cpu, fused = found.device.type == "cpu", getattr(optimizer, "_step_supports_amp_scaling", False)
         on_device = not fused and (self.skip == "device" or (not on_cpu and not needs_host(optimizer, self.skip)))
@@ -211,13 +210,11 @@ class OptimizerSteps:
         OPEN.discard(self)
         self._undo.close()
 
-    def take_states_back(self) -> None:
-        """Call it once masters are back in the parameters."""
+    def take_states_back(self, masters: Mapping[Parameter, Tensor]) -> None:
+        """Call it once `masters` are back in the parameters; an optimizer keeps those of 16-bit ones."""
         for each in self.optimizers:
-            if isinstance(each, FusedOptimizer):
-                each.lend(None)
-            else:
-                state_like_parameters(each)
+            own = {p: masters[p] for p in parameters_of(each) if p in masters}
+            each.lend(None, own) if isinstance(each, FusedOptimizer) else state_like_parameters(each)
 
 
 class _OpenSessions:
