@@ -216,6 +216,25 @@ def test_hooks_of_parameters_hold_for_losses_of_full_precision(level: str, kind:
     assert counts == dict.fromkeys(["before", "made inside", "after"], 2)
 
 
+@over(level=["O1", "O2", "O4", "O5"], kind=MAKERS)
+def test_hooks_that_are_made_before_a_step_stay(level: str, kind: str) -> None:
+    model, _, session = _made(level, MAKERS[kind])
+    counts: Counter[str] = Counter()
+    with session:
+        for i in range(3):
+            with session.autocast():
+                loss = model(torch.randn(4, 6)).float().square().mean()
+            session.backward(loss)
+            session.unscale_()
+            if i == 0:
+                model[0].weight.register_hook(lambda _: counts.update(["before"]))
+                model[0].weight.register_post_accumulate_grad_hook(lambda _: counts.update(["after"]))
+            session.step()
+            session.zero_grad()
+    model(torch.randn(4, 6)).square().mean().backward()
+    assert counts == {"before": 3, "after": 3}
+
+
 @over(level=["O1", "O2"], kind=MAKERS)
 def test_a_backward_of_ones_own_of_a_loss_of_full_precision_is_refused_beside_scaled_gradients(
     level: str, kind: str

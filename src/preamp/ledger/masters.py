@@ -28,7 +28,7 @@ from ..kernels import Storage, Tensors, join
 from ..sharding import held_here, is_sharded
 from .audit import Audit, agrees
 from .leaves import Agreed, Kept, Leaf, Leaves, shape_of, whole
-from .swap import hand_over, keep_hooks, rebuild_reducers, set_data, swap
+from .swap import hand_over, rebuild_reducers, set_data, swap
 
 
 class Masters:
@@ -251,8 +251,6 @@ class Masters:
         """Turn every parameter into float32, without a gradient, until `low`."""
         self.compare()
         self.swap_in(self._leaves)
-        for parameter in self._leaves:
-            keep_hooks(parameter)
 
     def low(self) -> None:
         """Undo `full`, keeping what was written into the parameters in between.

@@ -8,7 +8,7 @@ from torch.nn import Parameter
 from ..formats import LOW_DTYPES
 from ..sharding import held_here
 from .masters import Masters
-from .swap import keep_hooks, rebuild_reducers, set_data, swap
+from .swap import rebuild_reducers, set_data, swap
 
 
 class NoMasters(Masters):
@@ -44,7 +44,6 @@ class NoMasters(Masters):
             if parameter not in self._others:
                 self._others[parameter] = Parameter(parameter.data.float(), parameter.requires_grad)
                 swap(parameter, self._others[parameter])
-                keep_hooks(parameter)
 
     def low(self) -> None:
         """Undo `full`."""

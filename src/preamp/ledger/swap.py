@@ -2,8 +2,9 @@
 
 `parameter.data = other` would do, but where the dtype changes torch then makes a new gradient accumulator, and hooks on
 the old one (DistributedDataParallel's, and any on `AccumulateGrad`) never fire again. So the tensors behind two Python
-objects are swapped, as in `torch.utils.swap_tensors`: hooks, gradient and accumulator stay with their tensor.
-References from Python (in modules, groups and states of optimizers) stay with the Python object.
+objects are swapped, as in `torch.utils.swap_tensors`: gradient and accumulator, with its hooks, stay with their tensor.
+Hooks on the parameter and references from Python (in modules, groups and states of optimizers) stay with the Python
+object.
 """
 
 from __future__ import annotations
@@ -33,8 +34,8 @@ def set_data(parameter: Parameter, data: Tensor) -> None:
     parameter.grad = None if gradient is None else gradient.to(dtype_of_gradient(parameter))
 
 
-def swap(parameter: Parameter, other: Any) -> None:
-    """Swap the tensors behind two parameters; a second call swaps them back.
+def swap(parameter: Any, other: Any) -> None:
+    """Swap the tensors behind two parameters; a second call swaps them back. Hooks are those of `parameter`.
 
     A profiler that records shapes or stacks holds weak references to what operators are given, and torch swaps no such
     tensors. While one is on, or was, the parameters exchange data and gradients instead; accumulators are made anew.
@@ -63,6 +64,9 @@ def swap(parameter: Parameter, other: Any) -> None:
         for each, grad in zip((parameter, other), both, strict=True):  # a pass in float32 may have ended since
             each.grad = None if grad is None else grad.to(dtype_of_gradient(each))
     other.exchanged = bool(exchanged)
+    for kind in ("_backward_hooks", "_post_accumulate_grad_hooks"):  # for the tensor that is there now, too
+        if (hooks := getattr(parameter, kind)) is not None:
+            setattr(parameter, kind, hooks)
 
 
 def _may_exchange(parameter: Parameter) -> bool:
@@ -81,16 +85,8 @@ def _swap_tensors(parameter: Any, other: Any) -> None:
         parameter._spec, other._spec = other._spec, parameter._spec
 
 
-def keep_hooks(parameter: Any) -> None:
-    """Have the tensor that is behind a parameter now run the hooks that were given to another one."""
-    for kind in ("_backward_hooks", "_post_accumulate_grad_hooks"):
-        if (hooks := getattr(parameter, kind)) is not None:
-            setattr(parameter, kind, hooks)
-
-
 def hand_over(parameter: Any, other: Parameter) -> None:
     """Have `parameter` get the gradients of passes that ran while the tensor of `other` was behind it."""
-    keep_hooks(parameter)
 
     def came(other: Tensor) -> None:
         grad, other.grad = other.grad, None
