@@ -235,6 +235,28 @@ def test_hooks_that_are_made_before_a_step_stay(level: str, kind: str) -> None:
     assert counts == {"before": 3, "after": 3}
 
 
+@over(level=["O1", "O2", "O4", "O5"], kind=MAKERS, pass_=["evaluation", "training"])
+def test_a_model_runs_outside_of_regions_while_masters_are_in_place(level: str, kind: str, pass_: str) -> None:
+    model, _, session = _made(level, MAKERS[kind])
+    torch.manual_seed(0)
+    plain, x = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 2)), torch.randn(4, 6)
+    losses = [plain(x).square().mean(), plain(2 * x).square().mean()]
+    with session:
+        with session.autocast():
+            loss = model(x).float().square().mean()
+        session.backward(loss)
+        session.unscale_()
+        with torch.set_grad_enabled(pass_ == "training"):
+            again = model(2 * x).float().square().mean()
+        torch.testing.assert_close(again, losses[1].detach(), rtol=2e-2, atol=1e-3)
+        if pass_ == "training":
+            session.backward(again)
+        sum(losses[: 2 if pass_ == "training" else 1]).backward()  # type: ignore[union-attr]
+        session.unscale_()
+        for mine, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+            torch.testing.assert_close(mine.grad, theirs.grad, rtol=5e-2, atol=2e-3)
+
+
 @over(level=["O1", "O2"], kind=MAKERS)
 def test_a_backward_of_ones_own_of_a_loss_of_full_precision_is_refused_beside_scaled_gradients(
     level: str, kind: str

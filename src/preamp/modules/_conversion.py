@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import replace
@@ -268,7 +269,8 @@ class Conversion:
                 ambient = low if wide else None
                 casting = replace(casting, inputs=inputs, computes=low, device_type=device_type, ambient=ambient)
             if low:
-                casting = replace(casting, around=self._around, copies=self._copies)
+                is_wide = _whether_inside(self._keeper)
+                casting = replace(casting, around=self._around, copies=self._copies, is_wide=is_wide)
             if policy.output is not None:
                 casting = replace(casting, outputs=policy.output, outputs_as_inputs=False)
         return casting
@@ -390,3 +392,9 @@ def _sparse_embeddings(root: nn.Module) -> set[nn.Module]:
     uses: Counter[Tensor] = Counter(p for module in root.modules() for p in module.parameters(recurse=False))
     kinds = (nn.Embedding, nn.EmbeddingBag)
     return {m for m in root.modules() if isinstance(m, kinds) and m.sparse and uses[m.weight] == 1}
+
+
+def _whether_inside(keeper: Masters) -> Callable[[], Any]:
+    """A function that says whether masters are in their places. It keeps no session alive, and copies are the same."""
+    known = weakref.ref(keeper)
+    return lambda: (alive := known()) is not None and alive.inside
