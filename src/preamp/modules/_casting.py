@@ -99,8 +99,8 @@ class Casting:
     """The device type of a whole model's parameters."""
     ambient: torch.dtype | None = None
     """The dtype of a region that a whole model enters where there is none, since float32 buffers meet its weights."""
-    is_wide: Callable[[], Any] | None = None
-    """Whether masters are in the places of a whole model's weights now."""
+    keeper: weakref.ref[Any] | None = None
+    """Refers to the keeper of a whole model's masters, which knows whether some are in the places of weights now."""
     around: Callable[[], Any] | None = None
     """Makes a context for each call of a whole model."""
     copies: Callable[[nn.Module], Mapping[Any, Tensor] | None] | None = None
@@ -144,8 +144,8 @@ def _forward(self: Any, *args: Any, **kwargs: Any) -> Any:
     if casting.bypassed:  # a model that came in 16 bits is given such inputs, and is float32 now
         return original(self, *map_tensors(_widened, args), **map_tensors(_widened, kwargs))
     region = casting.region
-    wide = casting.is_wide is not None and not torch.compiler.is_compiling() and casting.is_wide()
-    ambient = casting.computes if wide else casting.ambient
+    keeper = None if torch.compiler.is_compiling() or casting.keeper is None else casting.keeper()
+    ambient = casting.computes if keeper is not None and keeper.inside else casting.ambient
     if ambient is not None and region is None and not _in_region(casting.device_type):
         region = ambient
     came_in = _first_floating(args, kwargs) if casting.outputs_as_inputs or region is not None else None
@@ -170,7 +170,7 @@ def _reduce_ex(self: Any, protocol: Any) -> Any:
     make, args, *rest = plain.__reduce_ex__(min(protocol, 1))  # newer forms insist on the pickled object's own class
     if not self._preamp_casting.stays:
         return make, args, *rest
-    return _unpickled, (replace(self._preamp_casting, around=None, copies=None, is_wide=None), make, args), *rest
+    return _unpickled, (replace(self._preamp_casting, around=None, copies=None, keeper=None), make, args), *rest
 
 
 def _unpickled(casting: Casting, make: Callable[..., nn.Module], args: tuple[Any, ...]) -> nn.Module:

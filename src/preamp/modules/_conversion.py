@@ -269,8 +269,8 @@ class Conversion:
                 ambient = low if wide else None
                 casting = replace(casting, inputs=inputs, computes=low, device_type=device_type, ambient=ambient)
             if low:
-                is_wide = _whether_inside(self._keeper)
-                casting = replace(casting, around=self._around, copies=self._copies, is_wide=is_wide)
+                keeper = weakref.ref(self._keeper)  # a session that is lost ends
+                casting = replace(casting, around=self._around, copies=self._copies, keeper=keeper)
             if policy.output is not None:
                 casting = replace(casting, outputs=policy.output, outputs_as_inputs=False)
         return casting
@@ -392,9 +392,3 @@ def _sparse_embeddings(root: nn.Module) -> set[nn.Module]:
     uses: Counter[Tensor] = Counter(p for module in root.modules() for p in module.parameters(recurse=False))
     kinds = (nn.Embedding, nn.EmbeddingBag)
     return {m for m in root.modules() if isinstance(m, kinds) and m.sparse and uses[m.weight] == 1}
-
-
-def _whether_inside(keeper: Masters) -> Callable[[], Any]:
-    """A function that says whether masters are in their places. It keeps no session alive, and copies are the same."""
-    known = weakref.ref(keeper)
-    return lambda: (alive := known()) is not None and alive.inside
