@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
+from copy import deepcopy
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 import preamp
 from preamp.errors import SessionError
 
 from ..rows import over
-from .toys import batch, loss_of, mlp
+from .toys import backward, batch, loss_of, mlp, train
 
 MAKERS = {"torch": torch.optim.SGD, "preamp": preamp.optim.SGD}
 
@@ -80,3 +82,60 @@ def test_a_backward_pass_in_a_hook_of_a_step_is_refused(level: str, kind: str, w
         session.backward(loss)
         with pytest.raises(SessionError, match="in a hook of a step"):
             session.step()
+
+
+@over(level=["O1", "O2", "O4", "O5"], kind=MAKERS)
+def test_a_hook_for_all_optimizers_sees_true_gradients(level: str, kind: str) -> None:
+    """As one of a single optimizer does; those of preamp.optim were multiplied by the loss scale."""
+    model, seen = mlp(), []
+    optimizer = MAKERS[kind](model.parameters(), lr=0.1)
+    loss_of(model, 0).backward()
+    right = [p.grad.norm() for p in model.parameters()]
+    model.zero_grad()
+    hook = register_optimizer_step_pre_hook(lambda *_: seen.extend(p.grad.float().norm() for p in model.parameters()))
+    try:
+        with preamp.prepare(model, optimizer, level=level) as session:
+            backward(session, model, 0)
+            session.step()
+    finally:
+        hook.remove()
+    torch.testing.assert_close(torch.stack(seen), torch.stack(right), rtol=3e-2, atol=1e-3)
+
+
+@over(level=["O1", "O2", "O4", "O5"], kind=MAKERS, when=["pre", "post"])
+def test_gradients_are_cleared_and_states_loaded_in_hooks_of_steps(level: str, kind: str, when: str) -> None:
+    model = mlp()
+    optimizer = MAKERS[kind](model.parameters(), lr=0.1, momentum=0.9)
+    with preamp.prepare(model, optimizer, level=level) as session:
+        backward(session, model, 0)
+        session.step()
+        session.zero_grad()
+        state, before = deepcopy(optimizer.state_dict()), model[0].weight.detach().clone()
+
+        def hook(*_: Any) -> None:
+            optimizer.load_state_dict(deepcopy(state))
+            if when == "post":
+                session.zero_grad()
+
+        getattr(optimizer, f"register_step_{when}_hook")(hook)
+        for index in (1, 2):
+            backward(session, model, index)
+            assert not session.step().skipped
+            assert when == "pre" or model[0].weight.grad is None
+            session.zero_grad()
+        assert not torch.equal(model[0].weight, before)
+        assert all(s["momentum_buffer"].dtype is torch.float32 for s in optimizer.state.values())
+
+
+@over(level=["O1", "O2", "O4", "O5"], kind=MAKERS)
+def test_an_optimizer_loads_its_state_inside_full_precision(level: str, kind: str) -> None:
+    """Its parameters had 16 bits from then on, inside."""
+    model = mlp()
+    optimizer = MAKERS[kind](model.parameters(), lr=0.1, momentum=0.9)
+    with preamp.prepare(model, optimizer, level=level) as session:
+        train(session, model, range(2))
+        with session.full_precision():
+            optimizer.load_state_dict(deepcopy(optimizer.state_dict()))
+            assert all(p.dtype is torch.float32 for p in model.parameters())
+            assert model(batch(2)[0]).dtype is torch.float32
+        train(session, model, range(2, 4))

@@ -198,10 +198,11 @@ class OptimizerSteps:
         if not self._full.depth:
             self._gradients.rest()
         self._masters.refresh()
-        self._masters.swap_in(parameters_of(optimizer))
+        self._loading = [p for p in parameters_of(optimizer) if p not in self._masters.inside]
+        self._masters.swap_in(self._loading)
 
     def _after_load(self, optimizer: Optimizer) -> None:
-        self._masters.swap_out(parameters_of(optimizer))
+        self._masters.swap_out(self._loading)
         self.loads += 1
 
     def close(self) -> None:
