@@ -25,7 +25,7 @@ class Audit:
     """Compares parameters with their masters: at first, now and then, and always once it has found a write."""
 
     def __init__(self) -> None:
-        self._steps, self._always = 0, False
+        self._steps, self.always = 0, False
         self._flags: list[FlagOnItsWay] = []
 
     def due(self, leaves: Leaves) -> bool:
@@ -35,7 +35,7 @@ class Audit:
         """
         step = self._steps
         self._steps += 1
-        if self._always or step < FIRST or step % EVERY == 0:
+        if self.always or step < FIRST or step % EVERY == 0:
             return True
         at = step % max(1, len(leaves.parameters))
         here = leaves.parameters and leaves.parameters[at].device.type == "cpu"
@@ -57,8 +57,8 @@ class Audit:
         self._warn(found[0][1].name if found else None)
 
     def _warn(self, written: str | None) -> None:
-        if written is not None and not self._always:
-            self._always = True
+        if written is not None and not self.always:
+            self.always = True
             warnings.warn(
                 f"{written} was written through .data, which leaves no trace, so every step has to compare parameters "
                 "with their float32 masters from now on, and what is written there has 16 bits. Write through the "
@@ -80,7 +80,7 @@ class Audit:
             parts = torch.where(kept, wide, low.float()).split(list(map(Tensor.numel, masters)))
             torch._foreach_copy_(masters, [part.view_as(m) for part, m in zip(parts, masters, strict=True)])
             differ.append(~kept.all())
-        if self._always or not differ:  # known already
+        if self.always or not differ:  # known already
             return
         names = ", ".join(leaf.name for _, leaf in pairs[:3])
         found = torch.stack([one.to(differ[0].device) for one in differ]).any()  # stages may be on several devices

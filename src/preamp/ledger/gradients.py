@@ -49,6 +49,7 @@ class Gradients:
         """Of optimizers whose last step has clipped by a factor: gradients that are kept still lack that."""
         self.carried: list[Parameter] = []
         """Parameters with true gradients from before the session, until the first backward pass."""
+        self.stepping: Optimizer | None = None  # whose hooks find gradients as it does
 
     @property
     def device(self) -> torch.device:
@@ -85,8 +86,11 @@ class Gradients:
     def rest(self) -> None:
         """Return gradients to the resting state, with all changes made since, so that more can be added.
 
-        Gradients that were cleared stay cleared, whatever cleared them. A later step reads them again.
+        Gradients that were cleared stay cleared, whatever cleared them. A later step reads them again. Nothing happens
+        while an optimizer steps, whose hooks may look at the model.
         """
+        if self.stepping is not None:
+            return
         for optimizer in list(self.records):
             self._rest(self.records.pop(optimizer))
         if self._masters.inside:  # an interrupt left them in place

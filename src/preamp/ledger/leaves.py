@@ -65,16 +65,19 @@ class Leaf:
     name: str
     stored: Tensor
     """In the parameter's shape: its float32 master, which takes its place while swapped in, or the low bits of one."""
-    low: Tensor
-    """The 16-bit data that the model computes with."""
+    low: Tensor  # the 16-bit data that the model computes with
     number: int  # in `Agreed`
-    other: Parameter | None = None
-    """The 16-bit parameter, with its gradient and its hooks, while the master is in its place."""
-    shown: Tensor | None = None
-    """The float32 gradient shown in place of the 16-bit one; None if that is only put aside."""
+    other: Parameter | None = None  # the 16-bit parameter, with gradient and hooks, while its master is in its place
+    shown: Tensor | None = None  # the float32 gradient shown in place of the 16-bit one; None if that is only put aside
     shown_version: int = 0
     aside: Tensor | None = None
     """The gradient that the 16-bit parameter had before. What it gets meanwhile comes from an earlier forward pass."""
+
+    def fit(self, parameter: Parameter, data: Tensor) -> None:
+        """Make room for data of another shape that its user gave a parameter, as where an embedding is resized."""
+        if data.shape != self.low.shape:
+            self.stored = torch.zeros_like(data, dtype=self.stored.dtype)
+            self.low = parameter.data = data.to(parameter.dtype)
 
     def take_back(self, parameter: Parameter, scale: Tensor | None, changed: bool) -> None:
         """Set the 16-bit gradient to the present float32 one times `scale`; if that was cleared, clear it."""

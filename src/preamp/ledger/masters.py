@@ -50,6 +50,7 @@ class Masters:
         self._audit = Audit()
         self._wide: dict[Parameter, weakref.ref[Parameter]] = {}
         """The float32 tensors that parameters had in `full` last: a graph that is still alive may hold them."""
+        self._entered: list[Parameter] = []  # in `full`
         self._adopted: set[Parameter] = set()
         """Those that came in 16 bits."""
         self.rounded: str | None = None
@@ -113,6 +114,7 @@ class Masters:
         if self._agreed.holds(leaf.number, parameter):
             return
         data = parameter.data
+        leaf.fit(parameter, data)
         master = leaf.stored.to(data.device)
         # A parameter that its user cast to float32 holds the rounded value: it gets the master's bits back.
         kept = data == master.to(data.dtype if data.dtype in LOW_DTYPES else leaf.low.dtype)
@@ -195,6 +197,7 @@ class Masters:
                 leaf.take_back(parameter, scale, changed)
                 other.requires_grad_(parameter.requires_grad)  # freezing it while swapped in is meant to last
                 swap(parameter, other)
+                leaf.fit(parameter, other.detach())
             self._publish(leaving, lazily)
         others = []
         for parameter in leaving:
@@ -248,9 +251,10 @@ class Masters:
             yield "gradients", parameter.grad
 
     def full(self) -> None:
-        """Turn every parameter into float32, without a gradient, until `low`."""
+        """Turn every parameter into float32, until `low`; in a hook of a step some are so before, and stay so."""
         self.compare()
-        self.swap_in(self._leaves)
+        self._entered = [parameter for parameter in self._leaves if parameter not in self.inside]
+        self.swap_in(self._entered)
 
     def low(self) -> None:
         """Undo `full`, keeping what was written into the parameters in between.
@@ -258,7 +262,7 @@ class Masters:
         A backward pass may still be due: of 16-bit parameters, which must not be written unless they have changed, or
         of float32 ones.
         """
-        for parameter, other in self.swap_out(lazily=True):
+        for parameter, other in self.swap_out(self._entered, lazily=True):
             self._handed_over(parameter, other)
 
     def _handed_over(self, parameter: Parameter, other: Parameter) -> None:

@@ -53,7 +53,9 @@ class NoMasters(Masters):
                 swap(parameter, other)
                 self._handed_over(parameter, other)
             with torch.no_grad():
-                if not torch.equal(held_here(parameter), held_here(other.to(parameter.dtype))):
+                if parameter.shape != other.shape:  # it was given other data
+                    parameter.data = other.data.to(parameter.dtype)
+                elif not torch.equal(held_here(parameter), held_here(other.to(parameter.dtype))):
                     parameter.copy_(other)
             del self._others[parameter]
 

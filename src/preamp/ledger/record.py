@@ -21,20 +21,14 @@ class Record:
 
     reading: Reading
     parameters: list[Parameter]  # of those gradients
-    leaves: Leaves
-    """Of all parameters of the optimizer."""
-    inverse: Tensor | None = None
-    """0-d float32 that unscales them; None: they are unscaled."""
-    clip: Tensor | None = None
-    """0-d float32, the clipping factor, applied in addition."""
-    clipped: dict[int, int] = field(default_factory=dict)
-    """The version of each gradient that `clip` was made for, by its identity."""
+    leaves: Leaves  # of all parameters of the optimizer
+    inverse: Tensor | None = None  # 0-d float32 that unscales them; None: they are unscaled
+    clip: Tensor | None = None  # 0-d float32, the clipping factor, applied in addition
+    clipped: dict[int, int] = field(default_factory=dict)  # versions of the gradients that `clip` is for, by identity
     true: bool = False
     """Whether `inverse` and `clip` have been applied, so that user code may read and change them."""
-    kept: list[Parameter] = field(default_factory=list)
-    """Low parameters whose gradients are also kept in float32, since several losses add up in them."""
-    norm: Tensor | None = None
-    """L2 norm of the true gradients before clipping, once requested."""
+    kept: list[Parameter] = field(default_factory=list)  # low ones in whose float32 gradients several losses add up
+    norm: Tensor | None = None  # L2 norm of the true gradients before clipping, once requested
     collected: Collected | None = None
     """The lists that an optimizer of `preamp.optim` will step, if these were read instead of the gradients."""
 
@@ -52,15 +46,13 @@ class Owned:
 
     parameters: list[Parameter]
     leaves: Leaves
-    agreement: Agreement | None
-    """The agreement among ranks that readings of their gradients need, if any."""
+    agreement: Agreement | None  # among ranks, that readings of their gradients need
 
 
 @dataclass(slots=True)
 class _Sum:
     value: Tensor
-    shown: Tensor
-    """The 16-bit gradient shown for it: the same, rounded."""
+    shown: Tensor  # the 16-bit gradient shown for it: the same, rounded
     version: int
 
 

@@ -11,7 +11,7 @@ from torch.nn import Parameter
 from ..errors import OptimizerError
 from ..kernels import Storage, Tensors, chances_like, join, split
 from ..sharding import held_here
-from .leaves import Kept, Leaf, Leaves
+from .leaves import Kept, Leaf
 from .masters import Masters
 from .swap import set_data
 
@@ -25,10 +25,12 @@ class SplitMasters(Masters):
     """
 
     split = True
+    compare = Masters.refresh  # values need no comparison, since a weight and its bits always agree
 
     def __init__(self, kept: torch.dtype = torch.int16, seed: int = 0) -> None:
         super().__init__()
         self._kept, self._seed = kept, seed
+        self._audit.always = True  # `compare` before each step
 
     def lower(self, name: str, parameter: Parameter, dtype: torch.dtype) -> None:
         """Turn a float32 parameter into a bfloat16 one with bits beside it."""
@@ -48,15 +50,8 @@ class SplitMasters(Masters):
 
     def _follow(self, parameter: Parameter, leaf: Leaf) -> None:
         """Record the address of a parameter that was given other data."""
+        leaf.fit(parameter, parameter.data)
         self._note(parameter, leaf)
-
-    def refresh_before_step(self, leaves: Leaves, *, again: bool = False) -> None:
-        """`refresh`; the values need no comparison, since a weight and its bits always agree."""
-        self.refresh(leaves)
-
-    def compare(self, leaves: Leaves | None = None) -> None:
-        """`refresh`, for the same reason."""
-        self.refresh(leaves)
 
     def place(self, storage: Storage, stored: Tensors, parameters: Tensors) -> None:
         """Put the low bits beside the weights."""

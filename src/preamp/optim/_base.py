@@ -230,16 +230,16 @@ class FusedOptimizer(Loading):
     @property
     def is_hooked(self) -> bool:
         """Whether hooks run before a step, or the step was overridden: both may read and change gradients."""
-        others = [h for h in _global_optimizer_pre_hooks.values() if not getattr(h, "changes_nothing", False)]
-        return bool(others) or not self._step_supports_amp_scaling
+        return not self._step_supports_amp_scaling
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
         """Whether a step accepts scaled gradients, for scalers. Not if other code may read them: hooks of this
         optimizer, a `step` that a subclass overrides, or one that was put in its place.
         """
-        if self._optimizer_step_pre_hooks:
-            return False
+        for hook in (*self._optimizer_step_pre_hooks.values(), *_global_optimizer_pre_hooks.values()):
+            if not getattr(hook, "changes_nothing", False):
+                return False
         own = vars(self).get("step")
         if getattr(own, "__globals__", None) is vars(lr_scheduler):  # a scheduler's, which notes that it was called
             own = getattr(own, "__wrapped__", None)

@@ -71,6 +71,8 @@ class CallOrder:
         """Check before a backward pass that somebody steps its gradients, and that they fit those that are there."""
         if not self._optimizers and (self._losses.scaled or len(self._masters)):
             self._nobody_steps()
+        if self._gradients.stepping is not None and (self._losses.scaled or len(self._masters)):
+            raise SessionError("backward() in a hook of a step would add to the gradients that it takes: call it after")
         if self._full.depth and self._full.closed_over and self._losses.scaled:
             raise SessionError(
                 "backward() by the session inside full_precision(), where an optimizer steps by itself with a closure: "

@@ -360,7 +360,7 @@ class Session:
             self._pending.void(each)
             each.zero_grad(set_to_none)
         if optimizer is None:
-            self._pending.forget(*self._losses)
+            self._pending.forget(*self._losses if self._gradients.stepping is None else ())
             if self._released is not None:
                 self._released.zeroed()
             for model in self._models.values():

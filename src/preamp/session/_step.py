@@ -57,7 +57,6 @@ class OptimizerSteps:
         """What a framework returned for optimizers, where it is another object."""
         self.loads = 0
         """How often states were loaded, which are in new tensors then."""
-        self._stepping: Optimizer | None = None
         self._undo = ExitStack()
         for each in self.optimizers:
             if isinstance(each, FusedOptimizer):
@@ -124,7 +123,7 @@ class OptimizerSteps:
     def take(self, optimizer: Optimizer, found: Tensor) -> bool | None:
         """Step unless `found`; returns whether it skipped, or None when only the device knows."""
         wrapper = self.wrappers.get(optimizer)
-        self._stepping = optimizer
+        self._gradients.stepping = optimizer
         try:
             if wrapper is None:
                 return self._step_unless(found, optimizer)
@@ -133,7 +132,7 @@ class OptimizerSteps:
             tell_skipped(wrapper, lambda: found > 0 if skipped is None else skipped)
             return skipped
         finally:
-            self._stepping = None
+            self._gradients.stepping = None
 
     def _step_unless(self, found: Tensor, optimizer: Optimizer) -> bool | None:
         """Step or skip.
@@ -164,7 +163,7 @@ class OptimizerSteps:
 
     def before_own_step(self, optimizer: Optimizer, with_closure: bool) -> None:
         """Refuse a step of the session's optimizer by the caller itself if it would do harm."""
-        if self._stepping is optimizer:
+        if self._gradients.stepping is optimizer:
             return
         masters = None if self._full.depth else self._masters  # which are in their places there
         check_own_step(optimizer, masters, self._may_be_scaled(with_closure))
@@ -172,7 +171,7 @@ class OptimizerSteps:
 
     def before_step_of_another(self, optimizer: Optimizer, with_closure: bool) -> None:
         """Refuse the step of an optimizer that the session does not have if it would do harm."""
-        if self._stepping is not None or not (self._losses.scaled or self._masters.wanted):
+        if self._gradients.stepping is not None or not (self._losses.scaled or self._masters.wanted):
             return
         scaled: set[Tensor] = self.others.scaled() if self._losses.scaled else set()
         self.others.met = True
@@ -199,10 +198,11 @@ class OptimizerSteps:
         if not self._full.depth:
             self._gradients.rest()
         self._masters.refresh()
-        self._masters.swap_in(parameters_of(optimizer))
+        self._loading = [p for p in parameters_of(optimizer) if p not in self._masters.inside]
+        self._masters.swap_in(self._loading)
 
     def _after_load(self, optimizer: Optimizer) -> None:
-        self._masters.swap_out(parameters_of(optimizer))
+        self._masters.swap_out(self._loading)
         self.loads += 1
 
     def close(self) -> None:

@@ -69,11 +69,8 @@ class Watch:
         patches.wrap(torch.autograd, "backward", self._backward, always=True)
         patches.wrap(torch.autograd, "grad", self._grad)
         patches.wrap(Optimizer, "__init__", self._made_optimizer)
-        for hook in (
-            base.register_optimizer_step_pre_hook(self._before_step),
-            base.register_optimizer_step_post_hook(self._after_step),
-        ):
-            patches.on_close(hook.remove)
+        patches.on_close(base.register_optimizer_step_pre_hook(self._before_step).remove)
+        patches.on_close(base.register_optimizer_step_post_hook(self._after_step).remove)
         self._scalers.start()
         self._precision.start()
         patches.wrap(sys, "excepthook", self._uncaught, always=True)
@@ -244,6 +241,8 @@ class Watch:
         if given is None:
             self.steps.before_step(optimizer)
         return given
+
+    _before_step.changes_nothing = True  # type: ignore[attr-defined]
 
     def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         if self.run.is_followed():
