@@ -195,9 +195,7 @@ def load_sharded(folder: AnyPath, model: nn.Module, *, optimizer: Optimizer, ses
             Beside(session, [model]).load_state_dict(latest["amp"])
         with in_float32(sessions_of(model)):
             set_model_state_dict(model, parts["model"])
-        stepped_wide = [each for each in sessions_of(model) if each.policy.masters]  # else of the parameters' dtype
-        with in_float32(stepped_wide):  # which an optimizer leaves as it ends to load
-            optimizer.load_state_dict(parts["optimizer"])
+        optimizer.load_state_dict(parts["optimizer"])
     tell_left(latest["amp"] if session is None else None, source)
 
 
