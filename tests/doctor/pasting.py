@@ -35,15 +35,17 @@ def _statements(tree: ast.AST) -> Iterator[ast.stmt]:
 def pasted(script: str, line: int, fix: str) -> str:
     """The script with the fix in place of the statements that it rewrites, those nearest to the line."""
     lines, printed = script.split("\n"), [each for each in fix.split("\n") if not each.startswith("# in place of")]
-    (block,) = ast.parse("def f():\n" + "\n".join(f"    {each}" for each in printed)).body[0].body  # may say `return`
-    assert isinstance(block, ast.With), fix
+    blocks = ast.parse("def f():\n" + "\n".join(f"    {each}" for each in printed)).body[0].body  # may say `return`
     changes = []
-    for new in block.body:
-        like = [old for old in _statements(ast.parse(script)) if _plain(old) == _plain(new)]
-        assert like, f"the script has no statement like {ast.unparse(new)!r}"
-        changes.append((min(like, key=lambda old: abs(old.lineno - line)), new))
-    for old, new in sorted(changes, key=lambda change: -change[0].lineno):
+    for block in blocks:
+        inside = isinstance(block, ast.With)
+        for new in block.body if inside else [block]:
+            like = [old for old in _statements(ast.parse(script)) if _plain(old) == _plain(new)]
+            assert like, f"the script has no statement like {ast.unparse(new)!r}"
+            changes.append((min(like, key=lambda old: abs(old.lineno - line)), new, block.lineno if inside else None))
+    for old, new, region in sorted(changes, key=lambda change: -change[0].lineno):
         indent = " " * old.col_offset
-        text = [printed[0], *printed[new.lineno - 2 : (new.end_lineno or new.lineno) - 1]]
+        text = [] if region is None else [printed[region - 2]]
+        text += printed[new.lineno - 2 : (new.end_lineno or new.lineno) - 1]
         lines[old.lineno - 1 : old.end_lineno] = [indent + each for each in text]
     return "\n".join(lines)

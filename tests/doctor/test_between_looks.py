@@ -132,3 +132,52 @@ def test_a_cast_back_that_comes_too_early_is_left_out() -> None:
     assert found.line == start + next(i for i, line in enumerate(lines) if "# here" in line)
     assert str(found.fix).startswith("mean = x.float().square().mean(-1, keepdim=True).float()")
     assert "error not finite -> " in str(found.fix)
+
+
+def test_an_evaluation_ends_before_the_step_that_follows_it() -> None:
+    """What the optimizer does then is no average that somebody keeps."""
+    torch.manual_seed(0)
+    model, reference = (nn.Linear(16, 16).to(BF16) for _ in range(2))
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-5)
+    with preamp.doctor.watch([model, reference], every=100) as seen:
+        for _ in range(4):
+            x = torch.randn(8, 16).to(BF16)
+            out = model(x)
+            with torch.no_grad():
+                target = reference(x)
+            loss = (out - target).float().square().mean()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+    assert [one.code for one in seen.findings if one.severity != "info"] == ["PA204"]
+
+
+def test_a_triangle_of_what_is_wrong_already_is_not_at_fault() -> None:
+    """Operators that put numbers elsewhere change none: what made them is to blame, or nobody."""
+
+    torch.manual_seed(0)
+    upper, lower = 1e3 * torch.randn(16, 16).triu(1), torch.rand(16, 16).tril()
+    model = nn.Linear(16, 16)
+    with preamp.doctor.watch(model) as seen:
+        terms = (
+            (upper + torch.full_like(upper, 256).tril()).to(BF16),
+            (lower - torch.full_like(upper, 256).tril()).to(BF16),
+        )
+        whole = terms[0] + terms[1]  # right as a whole, for its upper triangle is large
+        model(whole.tril().float()).sum().backward()
+    assert [one.message for one in seen.findings if one.severity != "info"] == []
+
+
+def test_an_optimizer_of_ones_own_is_made_where_it_is_asked_for() -> None:
+    class Own(torch.optim.SGD):
+        def __init__(self, model: nn.Module) -> None:
+            super().__init__(model.parameters(), lr=0.1)
+
+    model = nn.Linear(4, 4).half()
+    with preamp.doctor.watch(model) as seen:
+        optimizer = Own(model)  # made
+        model(torch.ones(2, 4).half()).float().sum().backward()
+        optimizer.step()
+    (found,) = [one for one in seen.findings if one.code == "PA111"]
+    lines, start = inspect.getsourcelines(test_an_optimizer_of_ones_own_is_made_where_it_is_asked_for)
+    assert found.line == start + next(i for i, line in enumerate(lines) if line.endswith("# made\n"))

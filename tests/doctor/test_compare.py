@@ -190,7 +190,7 @@ def test_runs_that_fail_midway_are_said_to(tmp_path: Path, alone: bool) -> None:
     failed = 1 if alone else 2
     assert f"{failed} of 2 runs failed, and only steps that both runs of a pair made are compared" in content["verdict"]
     assert "(mixed-0 ended with status 1 after 5 steps: ValueError: boom). " in content["verdict"]
-    assert "Mend what ended these runs" in (tmp_path / "out" / "compare.html").read_text()
+    assert "Mend these runs first" in (tmp_path / "out" / "compare.html").read_text()
 
 
 def test_the_table_says_what_was_compared_and_the_chart_over_which_seeds() -> None:

@@ -22,12 +22,13 @@ from .. import forks
 from ..sick.expect import HERE, disease, doctor
 from .pasting import pasted
 
-EVERY_TIME = frozenset({"arc_margin", "normalize_of_zeros"})
+EVERY_TIME = frozenset({"arc_margin", "bins_of_rounded_returns", "normalize_of_zeros"})
 """The others take minutes together and run with `./dev test --all`."""
 WITH_FIX = (
-    "arc_margin", "entropy_of_half", "gumbel_in_half", "hmm_forward", "kl_of_half_logprobs",
-    "linear_attention_overflow", "linear_biases_in_bf16", "log1p_of_clamped", "minmax_of_equal_scores", "mish_by_hand",
-    "mmd_of_expanded_distances", "normalize_of_zeros", "rotary_in_bf16", "sampled_coordinates", "sinkhorn_by_hand",
+    "arc_margin", "bins_of_rounded_returns", "checkpointed_gelu_by_hand", "degrees_counted_in_bf16", "entropy_of_half",
+    "gumbel_in_half", "hmm_forward", "kl_of_half_logprobs", "linear_attention_overflow", "linear_biases_in_bf16",
+    "log1p_of_clamped", "minmax_of_equal_scores", "mish_by_hand", "mmd_of_expanded_distances", "normalize_of_zeros",
+    "quiet_channel_quantized", "rotary_in_bf16", "sampled_coordinates", "sampler_of_bf16_alphas", "sinkhorn_by_hand",
     "squashed_action", "ssim_in_region", "variance_squared_to_zero",
 )  # fmt: skip
 
@@ -219,6 +220,7 @@ def test_a_statement_without_its_cast(tmp_path: Path, text: str, wanted: str | N
         ("self.b.data = x.log()", "self.b.data = x.float().log()"),
         ("x.mul_(y)", "x.mul_(y.float())"),
         ("torch.add(x, y, out=z)", "torch.add(x.float(), y.float(), out=z)"),
+        ("d = torch.zeros_like(x).index_add_(0, i, y)", "d = torch.zeros_like(x.float()).index_add_(0, i, y.float())"),
     ],
 )
 def test_what_is_written_stays_itself(tmp_path: Path, text: str, wanted: str) -> None:
@@ -266,6 +268,8 @@ def test_no_statement(tmp_path: Path) -> None:
     assert statement_at((None, None)) is None
     assert statement_at((str(tmp_path / "missing.py"), 3)) is None
     assert at(tmp_path, "x = 1\n\n", 2) is None
+    for text in ("x = 1; y = x", "def f(p): return p.log()", "if x: y = x.log()"):
+        assert at(tmp_path, f"{text}\n", 1) is None, "it is no whole line"
 
 
 def test_what_a_statement_reads(tmp_path: Path) -> None:
@@ -310,10 +314,12 @@ def test_the_text_of_a_remedy(tmp_path: Path) -> None:
     assert Remedy(((file, 3),)).text("cpu", seen) == (
         'with torch.autocast("cpu", enabled=False):\n    return c.float() / (c.float().max() + 1e-8)'
     )
-    assert Remedy(((file, 3), (file, 2)), ((1e-8, 1e-4),)).text("cuda", seen) == (
-        'with torch.autocast("cuda", enabled=False):\n    c = a.float() - b.float()\n'
-        "    return c.float() / (c.float().max() + 0.0001)"
-    )
+    region = 'with torch.autocast("cuda", enabled=False):\n    '
+    for at, name in (((file, 3), ""), (("other.py", 3), " of code.py")):
+        assert Remedy(((file, 3), (file, 2)), ((1e-8, 1e-4),)).text("cuda", seen, at) == (
+            f"# in place of line 2{name}:\n{region}c = a.float() - b.float()\n"
+            f"# in place of line 3{name}:\n{region}return c.float() / (c.float().max() + 0.0001)"
+        )
     assert Remedy(((file, 1),)).text("cpu", seen) is None
     assert Remedy(((file, 2),)).text("cpu", {}) is None, "a line that was not seen to run"
     assert Remedy(((file, 2),), ((1e-8, 1e-4),)).text("cpu", seen) is None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import random
 import statistics
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
@@ -12,6 +13,7 @@ from hypothesis import strategies as st
 
 from preamp.doctor.command.run import printed_numbers
 from preamp.doctor.findings.pa206 import Pair, parity, quantile, result
+from preamp.doctor.tell.comparison import Ran, failures
 
 # Quantiles at 0.95 by degrees of freedom, as printed in any table of Student's t.
 TABLE = {1: 6.314, 2: 2.920, 3: 2.353, 4: 2.132, 5: 2.015, 7: 1.895, 10: 1.812, 20: 1.725, 30: 1.697}
@@ -89,3 +91,10 @@ def test_printed_numbers() -> None:
     found = printed_numbers(text)
     assert math.isnan(found.pop("loss"))
     assert found == {"val_acc": 0.935, "f1": 0.8}
+
+
+def test_runs_that_trained_nothing_are_said_to() -> None:
+    ran = [Ran("mixed-0", False, 0, 0, 1.0, [1.0, 0.5], 2), Ran("full-0", True, 0, 0, 1.0, [1.0, 0.9], 0)]
+    assert failures(ran) == "1 of 2 runs trained nothing: all 2 steps of mixed-0 were skipped. "
+    assert failures([replace(one, skipped=1) for one in ran]) == ""
+    assert "ended with status 1" in failures([replace(ran[0], status=1), ran[1]])

@@ -29,7 +29,6 @@ from ..tree import PLAIN, tensors
 from .hooks import Clock, is_traced
 from .places import Place, Places, written_by
 from .records import Line
-from .statements import numbers_of
 
 Dims = tuple[tuple[str, int], ...]
 
@@ -252,10 +251,6 @@ class Stream(TorchDispatchMode):
         shown = self._shown(place)
         if not shown:
             return None
-        if base_of(func) == "lift_fresh" and args[0].dtype in LOW_DTYPES:  # what `torch.tensor` has just made
-            numbers = numbers_of(place.at, args[0])
-            if numbers is not None:
-                func, args, kwargs = torch.ops.aten._to_copy.default, (numbers,), {"dtype": args[0].dtype}
         given = [*tensors_of(args), *tensors_of(kwargs.values())]
         call = Call(func, tuple(args), dict(kwargs), place, written, torch.is_grad_enabled(), given)
         with torch.no_grad():

@@ -97,13 +97,13 @@ def _is_function(code: CodeType) -> bool:
     return False
 
 
-def users_line() -> Line:
-    """The innermost frame of the user's own; of any library but torch where there is none such."""
+def users_line(but: object = None) -> Line:
+    """The innermost frame of the user's own, but for methods of this; of any library but torch if there is none."""
     first = NOWHERE
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         file = frame.f_code.co_filename
-        if is_users(file):
+        if is_users(file) and (but is None or frame.f_locals.get("self") is not but):
             if not in_library(file):
                 return file, frame.f_lineno
             if first[0] is None and "site-packages" in file:

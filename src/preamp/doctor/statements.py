@@ -5,16 +5,13 @@ from __future__ import annotations
 import ast
 import inspect
 import linecache
-import sys
 from collections.abc import Iterator, Mapping
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
 from types import FrameType
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from .records import Line
 
@@ -22,14 +19,6 @@ CASTS = frozenset({"to", "half", "bfloat16", "type", "type_as"})
 """Methods that may cast to 16 bits."""
 _SIGNS = {ast.Add: "+", ast.Sub: "-"}
 _SIMPLE = (ast.Assign, ast.AugAssign, ast.AnnAssign, ast.Return, ast.Expr)
-TABLE = 1 << 14
-"""Numbers of a tensor up to which it is a table."""
-_MAKE = frozenset({"tensor", "as_tensor", "new_tensor"})
-_NUMBERS = (
-    ast.Constant, ast.Name, ast.Attribute, ast.List, ast.Tuple, ast.UnaryOp, ast.BinOp, ast.operator, ast.unaryop,
-    ast.Load,
-)  # fmt: skip
-"""What can be computed again, and gives the same: it calls nothing."""
 
 
 @dataclass(frozen=True)
@@ -75,7 +64,8 @@ class Statement:
             elif isinstance(node, ast.Call):
                 yield from (each.value for each in node.keywords if each.arg == "out")
                 name = node.func.attr if isinstance(node.func, ast.Attribute) else ""
-                if isinstance(node.func, ast.Attribute) and name.endswith("_") and not name.endswith("__"):
+                in_place = name.endswith("_") and not name.endswith("__")
+                if isinstance(node.func, ast.Attribute) and in_place and not isinstance(node.func.value, ast.Call):
                     yield node.func.value
 
     @property
@@ -140,18 +130,18 @@ def parsed(file: str) -> ast.Module | None:
 
 @lru_cache(maxsize=1024)
 def statement_at(line: Line) -> Statement | None:
-    """The simple statement at a line; None where there is none, or no source."""
+    """The simple statement at a line; None where there is none, or no source, or something else in front or behind."""
     file, number = line
     tree = None if file is None else parsed(file)
     if file is None or number is None or tree is None:
         return None
-    found: ast.stmt | None = None
-    for node in ast.walk(tree):
-        if isinstance(node, _SIMPLE) and node.lineno <= number <= (node.end_lineno or node.lineno):
-            found = node
-    if found is None:
+    there = [n for n in ast.walk(tree) if isinstance(n, _SIMPLE) and n.lineno <= number <= (n.end_lineno or n.lineno)]
+    if len(there) != 1:
         return None
+    found = there[0]
     lines = linecache.getlines(file)[found.lineno - 1 : found.end_lineno]
+    if lines[0][: found.col_offset].strip():  # a function or a condition on one line
+        return None
     return Statement(found, tuple(line.rstrip("\n") for line in lines), file)
 
 
@@ -160,24 +150,6 @@ def frame_of(line: Line, frame: FrameType | None) -> FrameType | None:
     while frame is not None and (frame.f_code.co_filename, frame.f_lineno) != line:
         frame = frame.f_back
     return frame
-
-
-def numbers_of(line: Line, made: Tensor) -> Tensor | None:
-    """What `torch.tensor(numbers, dtype=...)` at this line has rounded, in float32; None if that is not known."""
-    statement, frame = statement_at(line), frame_of(line, sys._getframe())
-    if statement is None or frame is None or made.numel() > TABLE:
-        return None
-    for node in ast.walk(statement.node):
-        if not isinstance(node, ast.Call) or not node.args or (dotted(node.func) or "").rpartition(".")[2] not in _MAKE:
-            continue
-        code = ast.Expression(node.args[0])
-        if all(isinstance(part, _NUMBERS) for part in ast.walk(node.args[0])):
-            with suppress(Exception):  # names that the statement itself has given to something else
-                numbers = eval(compile(code, "", "eval"), frame.f_globals, dict(frame.f_locals))
-                exact = torch.as_tensor(numbers, device=made.device).float()
-                if exact.shape == made.shape and bool(((exact.to(made.dtype) == made) & exact.isfinite()).all()):
-                    return exact
-    return None
 
 
 def without_cast(statement: Statement) -> str | None:

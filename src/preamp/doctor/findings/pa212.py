@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Iterator
 
 from torch import Tensor
+from torch.nn import Parameter
 
 from ...report import Finding
 from ..records import Line
@@ -59,7 +60,9 @@ class PA212(Check):
             what = "numbers of a buffer"
         elif event.op in ("mul", "lerp") or event.parameters or (event.moved >= TENSOR and not of_one):
             what = "numbers of an average"
-            fix = fix or "# keep the average in float32: copy.deepcopy(model).float()"
+            is_model = event.parameters or isinstance(event.last(), Parameter)
+            whole = "copy.deepcopy(model).float()" if is_model else "begin it with torch.float32"
+            fix = fix or f"# keep the average in float32: {whole}"
         else:
             what, fix = "a sum", fix or "# add up in float32: what is added as .float(), to a sum in float32"
         stays = "numbers stay what they are at this line, and in float32 they move"

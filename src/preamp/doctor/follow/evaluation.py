@@ -39,6 +39,7 @@ class Evaluation:
             self._looks, self._calls, self._turn = self._looks + 1, 0, self._run.turn
             self._shadowed = Shadowed(readings=self._tape.readings)
             self._changes = Changes()
+            self._run.names.get(module)
             self._run.stream.add(self._shadowed, self._changes, inside=module)
         self._calls += 1
         if self._calls > CALLS:

@@ -138,6 +138,7 @@ class Inspection:
 
     def steps(self, optimizer: Optimizer | None) -> None:
         """An optimizer begins to step; None: it has stepped."""
+        self.evaluation.end()
         if self._changes is None:
             return
         self._changes.steps(optimizer)
@@ -160,16 +161,13 @@ class Inspection:
             self._telemetry.open()
         try:
             with tape.done_again(), stream.shown_to(*look.observers):
-                if tape.knows(loss):
-                    again = tape.replay(loss, places)
+                for again in tape.replay([loss] if tape.knows(loss) else [], places) if tape.whole else ():
                     if self._telemetry is not None and again.requires_grad:
                         self._telemetry.in_backward = True
                         seed = torch.ones_like(again)
                         grads = torch.autograd.grad(again, names.parameters(), seed, allow_unused=True)
                         with stream.paused():
                             self._compare_gradients(look, scale, grads)
-                else:
-                    tape.replay_calls(places)
         except Exception:  # a model that cannot be called a second time
             return
         finally:
@@ -179,6 +177,7 @@ class Inspection:
 
     def before_backward(self, scale: float, losses: Sequence[Tensor]) -> None:
         """A backward pass from these losses begins, with this scale on them."""
+        self.evaluation.end()
         if self._again and losses:
             self._again = False
             self._replay_observed(losses[0], scale / self._scales.seed_of(list(losses)))

@@ -20,10 +20,11 @@ from ..names import unwrapped
 from ..places import users_line
 from ..shadow.remedies import casts_low
 from ..shadow.values import WIDE, has_shadow
-from ..statements import TABLE
 from .run import Run
 
 _PARALLEL = WRAPPERS - {"OptimizedModule", "_LightningModuleWrapperBase", "_FabricModule"}
+TABLE = 1 << 14
+"""Numbers of a tensor up to which it is a table."""
 TABLES = 4096
 """So many are remembered at a time: a script may keep every small tensor that it casts."""
 
@@ -51,6 +52,8 @@ class Precision:
             wrap(nn.Module, name, self._cast)
         for name in ("to", "type", "half", "bfloat16"):
             wrap(Tensor, name, self._cast_tensor)
+        for owner, name in ((torch, "tensor"), (torch, "as_tensor"), (Tensor, "new_tensor")):
+            wrap(owner, name, self._make_tensor)
         wrap(torch, "compile", self._compile)
         wrap(nn.Module, "compile", self._compile)
         for module in self._run.names.given:
@@ -132,7 +135,17 @@ class Precision:
         if new and out.numel() <= TABLE and len(casts) < TABLES and not self._run.is_ours:
             with self._run.clock, torch.no_grad(), _disable_current_modes():
                 casts[out] = out._version, tensor.detach().to(WIDE), users_line()
+                if not self._run.stream.is_paused:  # the line that casts a module is none to write otherwise
+                    self._run.tape.readings.note(users_line())
         return out
+
+    def _make_tensor(self, original: Any, *args: Any, **kwargs: Any) -> Any:
+        """Numbers of Python's that become a small 16-bit tensor: the same bits, by the cast that it is."""
+        out, numbers = original(*args, **kwargs), bool(args) and isinstance(args[-1], (float, int, list, tuple))
+        if not numbers or kwargs.keys() - {"dtype", "device"} or out.dtype not in LOW_DTYPES or out.numel() > TABLE:
+            return out
+        cast = original(*args, **{**kwargs, "dtype": WIDE}).to(out.dtype)
+        return cast if torch.equal(cast, out) else out  # not where float32 has rounded, or is no number
 
     def _compile(self, original: Any, *args: Any, **kwargs: Any) -> Any:
         out = original(*args, **kwargs)

@@ -230,7 +230,7 @@ class Watch:
 
     def _made_optimizer(self, original: Any, optimizer: Optimizer, *args: Any, **kwargs: Any) -> None:
         self.steps.forget(id(optimizer))
-        self.run.places[id(optimizer)] = users_line()
+        self.run.places[id(optimizer)] = users_line(optimizer)
         original(optimizer, *args, **kwargs)
         self.steps.optimizer_made(optimizer)
 

@@ -7,7 +7,7 @@ those operators on what they give, with autograd, so that the backward pass can 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -243,14 +243,15 @@ class Tape(Observer):
         """Whether a replay gives this loss."""
         return self.whole and tensor_key(loss) in self._known
 
-    def replay(self, loss: Tensor, places: Places, remedy: Remedy | None = None) -> Tensor:
-        """Do it all again up to the loss, and return the new one.
+    def replay(self, losses: Sequence[Tensor], places: Places, remedy: Remedy | None = None) -> list[Tensor]:
+        """Do it all again up to the losses, and return the new ones; without any, all that is kept.
 
         `places` is told where each operator is run; `remedy`: with these lines computed otherwise.
         """
-        wanted = tensor_key(loss)
-        last = max(i for i, e in enumerate(self._entries) if wanted in getattr(e, "outputs", ()))
-        return self._again(last, places, remedy)[wanted]
+        wanted, made = [tensor_key(loss) for loss in losses], [getattr(e, "outputs", ()) for e in self._entries]
+        ends = [max(i for i, outputs in enumerate(made) if key in outputs) for key in wanted]
+        env = self._again(max(ends, default=len(made) - 1), places, remedy)
+        return [env[key] for key in wanted]
 
     @contextmanager
     def replaying(self) -> Iterator[None]:
@@ -271,11 +272,6 @@ class Tape(Observer):
         with self.replaying(), restore.untouched(parts), restore.eager():
             yield
 
-    def replay_calls(self, places: Places, remedy: Remedy | None = None) -> None:
-        """Do again all that is kept, without a loss: calls of models, and operators on what they gave."""
-        if self._entries and self.whole:
-            self._again(len(self._entries) - 1, places, remedy)
-
     @property
     def is_empty(self) -> bool:
         """Whether nothing is kept."""
@@ -291,7 +287,10 @@ class Tape(Observer):
         env: dict[Key, Tensor] = {}
 
         def look_up(leaf: Any) -> Any:
-            return env[leaf.key] if isinstance(leaf, Ref) else leaf
+            if remedy is None or remedy.casts == "kept" or not isinstance(leaf, Tensor):
+                return env[leaf.key] if isinstance(leaf, Ref) else leaf
+            version, exact, line = self.readings.casts.get(leaf, (None, leaf, NOWHERE))
+            return exact if version is not None and remedy.covers(line, None) else leaf
 
         def cast_again(leaf: Any) -> Any:
             is_strided = isinstance(leaf, Ref) and len(leaf.key) > 1
@@ -309,7 +308,8 @@ class Tape(Observer):
             elif isinstance(entry, KeptTensor):
                 env[entry.key] = entry.value.clone()
             elif isinstance(entry, ModelCall):
-                find = look_up if any(on for _, on, _ in entry.autocast) else as_given
+                uncast = remedy is not None and remedy.casts == "only"  # nothing of which is to be cast back
+                find = look_up if uncast or any(on for _, on, _ in entry.autocast) else as_given
                 given = tree_map(find, entry.args), tree_map(find, entry.kwargs)
                 with restore.unheard(), applied(remedy, places):
                     out = list(tensors(call_again(entry, *given)))

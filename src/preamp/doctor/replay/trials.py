@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import closing
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ...autocast import nodes_behind
 from ..findings.pa201 import Origin
-from ..hooks import Clock
+from ..hooks import Clock, Patches
 from ..names import Names
 from ..operators import Stream
 from ..places import Places
@@ -19,7 +21,7 @@ from ..records import Line
 from ..shadow.execution import Shadowed
 from ..shadow.facts import Fact
 from ..shadow.judge import OFF
-from ..shadow.remedies import Remedy, candidates
+from ..shadow.remedies import Remedy, applied, candidates
 from ..shadow.values import relative_error
 from ..statements import statement_at
 from .origin import Trails
@@ -28,6 +30,7 @@ from .tape import Tape
 
 BETTER, MUCH_BETTER = 0.5, 0.1
 """What is left of an error after a remedy that helps, at the most; the second of one that is still large."""
+_CAST = ".float()"
 TRIALS = 16
 """Remedies that are tried for one fact."""
 LINES = 4
@@ -53,10 +56,16 @@ class Outcome:
     shadowed: Shadowed
 
     def at(self, fact: Fact) -> float:
-        """Relative error of what is computed at the line of a fact, infinite where that is not finite."""
+        """Relative error of what is computed at the line of a fact, infinite where that is not finite; of errors that
+        add up that of the gradients.
+        """
         line = fact.place.at
         if not self.finite or (fact.kind == "not finite" and line in self.places):
             return math.inf
+        return self.error if fact.kind == "added up" else self.off(line)
+
+    def off(self, line: Line) -> float:
+        """Relative error of what is computed at a line, whatever its inputs are."""
         errors = self.shadowed.errors.items()
         return max((error for place, (error, *_) in errors if place.at == line), default=0.0)
 
@@ -91,14 +100,17 @@ class Trials:
         stream = Stream(lambda: places, Clock())
         made: list[Tensor] = []
         grads: list[Tensor] = []
-        origin, raised = None, False
-        with tape.done_again(), torch.autograd.set_multithreading_enabled(False):
+        origin, raised, patches = None, False, Patches()
+
+        def back(engine: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+            with applied(remedy, places):  # torch has left all modes before, and here it recomputes checkpoints
+                return engine(*args, **kwargs)
+
+        patches.wrap(torch.autograd, "_engine_run_backward", back, always=True)
+        with tape.done_again(), torch.autograd.set_multithreading_enabled(False), closing(patches):
             try:
                 with stream.shown_to(shadowed, trails):
-                    if self._losses:
-                        made = [tape.replay(loss, places, remedy) for loss in self._losses]
-                    else:
-                        tape.replay_calls(places, remedy)
+                    made = tape.replay(self._losses, places, remedy)
                     with stream.paused():
                         origin = trails.origin_of(made)
                     grads = self._back([loss for loss in made if loss.requires_grad], self._seed / without)
@@ -131,21 +143,22 @@ class Trials:
         if line not in self.plain.places and all(place.at != line for place in self.plain.shadowed.errors):
             return untried(fact, self._tape, "the line runs outside of what can be done again")
         constants = sorted(set(self.plain.shadowed.constants.get(line, ())))
-        lines = [line, *(each for each in fact.lines if each != line and self._can_write(each))][:4]
+        seen = self._tape.readings
+        others = [each for each in fact.lines if each != line and each in seen and not seen[each].calls_module]
+        lines = [line, *sorted(others, key=lambda one: seen[one].calls_layer)][:LINES]
         best: tuple[float, str, str] | None = None
         tried = 0
         broken = [line, *sorted(p for p in self.plain.places if p != line and p[0] == line[0])]
         reading = self._tape.readings.get(line)
         function = None if reading is None else reading.function
         for remedy in candidates(lines, broken, constants, fact.place.module, in_session, function):
-            text = remedy.text(self._device, self._tape.readings)
-            if text is None:
+            if remedy.text(self._device, self._tape.readings) is None:
                 continue
             tried += 1
             outcome = self.again(remedy)
-            text = remedy.text(self._device, self._tape.readings)  # once more: a result may have been cast back
+            text = remedy.text(self._device, self._tape.readings, line)  # now that a result may have been cast back
             if text is not None and self._helps(outcome, fact) and (best is None or outcome.error < best[0] / 2):
-                best = outcome.error, f"{_instead_of(remedy, line)}{text}", self._told(outcome, fact)
+                best = outcome.error, text, self._told(outcome, fact)
             if tried >= TRIALS or (best is not None and best[0] < OFF / 2):
                 break
         if best is None and not tried:
@@ -153,10 +166,6 @@ class Trials:
         if best is None:
             return None, f"{tried} change{'s' * (tried > 1)} of this line and of those before it: none helps"
         return f"{best[1]}\n# tried: {best[2]}", best[2]
-
-    def _can_write(self, line: Line) -> bool:
-        remedies = Remedy((line,)), Remedy((line,), casts="dropped")
-        return any(one.text(self._device, self._tape.readings) is not None for one in remedies)
 
     def adds_up(self) -> tuple[Fact, str, str] | None:
         """Where the gradients are off and no operator is: the line that rids them of it, what to write, what happened.
@@ -168,18 +177,19 @@ class Trials:
         off = sorted(self.plain.shadowed.errors.items(), key=lambda one: one[1])
         worst = {place.at: (place, *seen) for place, seen in off if place.direction == "forward"}  # the largest stays
         for line in sorted(worst, key=lambda line: -worst[line][1])[:LINES]:
-            (place, error, op, dtype), remedy = worst[line], Remedy((line,))
-            text = remedy.text(self._device, self._tape.readings)
-            if text is None or (outcome := self.again(remedy)).error >= OFF / 2:
-                continue
-            before = self.plain.error
-            told = f"gradient {outcome.gradient:.3g}, its error {before:.2g} -> {outcome.error:.2g}"
-            return Fact("added up", op, place, dtype, (), before, error), f"{text}\n# tried: {told}", told
+            place, error, op, dtype = worst[line]
+            fact = Fact("added up", op, place, dtype, (), self.plain.error, error)
+            fix, told = self.cure(fact, in_session=False)
+            if fix is not None:
+                return fact, fix, told
         return None
 
     def _helps(self, outcome: Outcome, fact: Fact) -> bool:
         plain, line = self.plain, fact.place.at
-        if plain is None or not outcome.finite or not outcome.places <= plain.places:
+        if plain is None or not outcome.finite:
+            return False
+        others = outcome.places - plain.places  # errors that it brings to light were there before
+        if others and not (plain.finite and all(plain.off(other) >= OFF for other in others)):
             return False
         if line in outcome.places:
             return fact.kind != "not finite" and outcome.at(fact) <= MUCH_BETTER * plain.at(fact)
@@ -194,19 +204,11 @@ class Trials:
 
 def untried(fact: Fact, tape: Tape, why: str) -> tuple[str | None, str]:
     """The line of a fact in float32, where that can be written, and why it was not tried."""
-    text = Remedy((fact.place.at,)).text(tape.device, tape.readings)
+    statement, text = statement_at(fact.place.at), Remedy((fact.place.at,)).text(tape.device, tape.readings)
     rounded = fact.kind == "decided" and any(one and one.casts() for one in map(statement_at, fact.lines[1:]))
-    known = text is not None and ".float()" in text and not rounded
-    return f"{text}\n# not tried: {why}" if known else None, f"not tried: {why}"
-
-
-def _instead_of(remedy: Remedy, line: Line) -> str:
-    """A comment that names the lines that a text replaces, where these are others than the fact's."""
-    others = sorted(number for _, number in remedy.lines if number is not None)
-    if remedy.lines in ((), (line,)):
-        return ""
-    *first, last = map(str, others)
-    return f"# in place of lines {', '.join(first)} and {last}:\n" if first else f"# in place of line {last}:\n"
+    if statement is None or text is None or rounded or text.count(_CAST) == statement.rewritten({}).count(_CAST):
+        return None, f"not tried: {why}"
+    return f"{text}\n# not tried: {why}", f"not tried: {why}"
 
 
 def _judged(

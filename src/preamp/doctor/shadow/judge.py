@@ -14,7 +14,7 @@ from torch import Tensor
 from ...formats import FP16, name_of
 from ..measure import key_of
 from ..operators import Call, Observer
-from ..places import Place
+from ..places import Place, in_library
 from ..records import Line
 from .facts import Fact, Kind
 from .source import Readings
@@ -37,7 +37,8 @@ DECIDING = frozenset({
 """Operators whose integers and truth values mean something. The place of a maximum is none: ties decide it."""
 _MOVES = frozenset({
     "clone", "stack", "cat", "_unsafe_view", "embedding", "index_select", "gather", "index", "repeat", "flip", "roll",
-    "select_backward", "slice_backward",
+    "select_backward", "slice_backward", "tril", "triu", "diagonal_backward", "diag_embed", "masked_select", "take",
+    "constant_pad_nd", "sort", "topk", "pixel_shuffle", "slice_scatter", "select_scatter",
 })  # fmt: skip
 """Operators that put numbers elsewhere and change none."""
 _CASTS = frozenset({"_to_copy", "copy"})
@@ -193,11 +194,11 @@ class Judge(Observer):
         found, left, seen = [call.at], deque(key_of(t) for t in call.inputs), set[int]()
         while left and len(found) < 8:
             key = left.popleft()
-            line, read = self._trail.get(key, (call.at, ()))
+            line, read = self._trail.get(key, (self.shadows.cast_at.get(key, call.at), ()))
             if key not in seen:
                 seen.add(key)
                 left.extend(read)
-                if line not in found and line[0] == call.at[0]:
+                if line not in found and (line[0] == call.at[0] or (line[0] and not in_library(line[0]))):
                     found.append(line)
         return tuple(found)
 
@@ -226,6 +227,8 @@ class Judge(Observer):
         """Whether integers or truth values are others than those of the shadows."""
         share = share_differing(out, exact)
         read = [t for t in call.inputs if has_shadow(t)]
+        if read and share > self.errors.get(call.place, _RIGHT)[0]:
+            self.errors[call.place] = share, call.base, name_of(read[0].dtype)
         if share < OTHERWISE or not read or not all(bool(t.isfinite().all()) for t in read):
             return
         off = max(map(self.error_of, read))

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -34,11 +36,9 @@ class Remedy:
     lines: tuple[Line, ...] = ()
     constants: tuple[tuple[float, float], ...] = ()
     module: str | None = None
-    """In place of lines: all that runs in this module."""
+    """In place of lines: all that runs in this module; "" for all that runs."""
     within: Function | None = None
     """A function that the one line calls: all of it runs in float32, too."""
-    everything: bool = False
-    """In place of lines: all that runs. This is a question, and nothing to paste."""
     casts: Literal["kept", "dropped", "only"] = "kept"
     """Whether lines cast to 16 bits where they say so, or stay in float32; or whether that is all that changes."""
     back: list[torch.dtype] = field(default_factory=list, compare=False)
@@ -54,10 +54,8 @@ class Remedy:
 
     def covers(self, line: Line, module: str | None) -> bool:
         """Whether it is about what runs here."""
-        if self.everything:
-            return True
         if self.module is not None:
-            return module is not None and (module == self.module or module.startswith(f"{self.module}."))
+            return self.module == "" or (module is not None and f"{module}.".startswith(f"{self.module}."))
         within = self.within
         if within is not None and line[0] == within.file and within.first <= (line[1] or 0) <= within.last:
             return True
@@ -67,30 +65,39 @@ class Remedy:
         """Whether what runs here is computed in float32, and not only left uncast."""
         return self.casts != "only" and self.covers(line, module)
 
-    def text(self, device: str, seen: Mapping[Line, Reading]) -> str | None:
-        """To paste in place of its lines; `seen`: what they read. None: it cannot be written."""
+    def text(self, device: str, seen: Mapping[Line, Reading], at: Line | None = None) -> str | None:
+        """To paste in place of its lines, one by one; `seen`: what they read; `at`: the line that the reader knows of.
+        None: it cannot be written.
+        """
         if self.module is not None:
             return f'session = preamp.prepare(model, optimizer, policy="{{level}}; {self.module} -> full")'
-        statements = {line: statement_at(line) for line in self.lines}
-        if self.casts == "only":
-            statement = statements[self.lines[0]]
-            return None if statement is None else without_cast(statement)
-        if self.casts == "dropped" and not any(one is not None and one.casts() for one in statements.values()):
+        if self.casts == "dropped" and not any(one and one.casts() for one in map(statement_at, self.lines)):
             return None
-        parts = []
-        for line in sorted(self.lines, key=lambda one: one[1] or 0):
-            statement, reading = statements[line], seen.get(line)
-            if statement is None or statement.goes_back or reading is None or reading.calls_module:
-                return None
-            constants = dict(self.constants) if line == self.lines[0] else {}
-            text = in_float32(statement, reading, constants, uncast=self.casts == "dropped")
-            if text is not None and self.back and line == max(self.lines, key=lambda one: one[1] or 0):
-                text = cast_back(text, self.back[0])
+        known = at is None or self.lines == (at,)
+        texts = []
+        for line in sorted(self.lines, key=lambda one: (one[0] or "", one[1] or 0)):
+            text = self._written(line, seen)
             if text is None:
                 return None
-            parts.append(text)
-        inner = "\n".join(f"    {each}" for part in parts for each in part.split("\n"))
-        return f'with torch.autocast("{device}", enabled=False):\n{inner}'
+            if self.casts != "only":
+                text = f'with torch.autocast("{device}", enabled=False):\n{textwrap.indent(text, "    ")}'
+            there = "" if at is None or line[0] == at[0] else f" of {Path(str(line[0])).name}"
+            texts.append(text if known else f"# in place of line {line[1]}{there}:\n{text}")
+        return "\n".join(texts)
+
+    def _written(self, line: Line, seen: Mapping[Line, Reading]) -> str | None:
+        """The statement at one of its lines."""
+        statement, reading = statement_at(line), seen.get(line)
+        if statement is None or reading is None:
+            return None
+        if self.casts == "only":
+            return without_cast(statement)
+        if statement.goes_back or reading.calls_module:
+            return None
+        constants = dict(self.constants) if line == self.lines[0] else {}
+        text = in_float32(statement, reading, constants, uncast=self.casts == "dropped")
+        last = line == max(self.lines, key=lambda one: one[1] or 0)
+        return cast_back(text, self.back[0]) if text is not None and self.back and last else text
 
 
 def candidates(
@@ -110,7 +117,8 @@ def candidates(
         yield Remedy(module=module)
     small = [c for c in constants if 0 < abs(c) < _SMALL]
     near = [c for c in constants if 0 < 1 - abs(c) < 2.0**-9]
-    chains = [tuple(lines[:1]), tuple(broken[:4]), tuple(lines[1:2]), tuple(lines[:2]), tuple(lines)]
+    single = [(line,) for line in lines]
+    chains = [*single[:1], tuple(broken[:4]), *single[1:], tuple(lines[:2]), tuple(lines)]
     chains = [*dict.fromkeys(chain for chain in chains if chain)]
     for chain in chains:
         yield Remedy(chain)

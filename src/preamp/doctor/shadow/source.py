@@ -14,7 +14,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from ...formats import LOW_DTYPES
 from ..places import is_users
 from ..records import Line
-from ..statements import Statement, dotted, frame_of, parsed, statement_at, with_default, without_cast
+from ..statements import Statement, dotted, frame_of, statement_at, with_default, without_cast
 
 _NOT_WITHIN = frozenset({"backward", "step", "grad", "autocast"})
 """What a function does that has a precision of its own, or none."""
@@ -39,6 +39,8 @@ class Reading(NamedTuple):
     """Python's floating numbers: an epsilon that a module keeps."""
     calls_module: bool = False
     """Whether a module is called that is no single layer in float32: all of it would change."""
+    calls_layer: bool = False
+    """Whether any module is called: that would be in float32, too."""
     function: Function | None = None
     """The function that it is in, where that may run in float32 as a whole."""
     dtypes: frozenset[str] = frozenset()
@@ -82,7 +84,8 @@ def read_in(frame: FrameType, statement: Statement) -> Reading:
             numbers[name] = value
     made_in = {spelled for node in statement.dtypes() if (spelled := dotted(node)) is not None}
     dtypes = frozenset(spelled for spelled in made_in if _value_of(spelled, frame) in LOW_DTYPES)
-    return Reading(frozenset(low), numbers, _calls_module(statement.calls(), frame), dtypes=dtypes)
+    called = _called(statement.calls(), frame)
+    return Reading(frozenset(low), numbers, not all(map(_is_layer, called)), bool(called), dtypes=dtypes)
 
 
 def _value_of(spelled: str, frame: FrameType) -> Any:
@@ -97,9 +100,8 @@ def _value_of(spelled: str, frame: FrameType) -> Any:
     return held.get(key) if isinstance(held, Mapping) else None
 
 
-def _calls_module(names: Iterable[str], frame: FrameType) -> bool:
-    called = [value for name in names if isinstance(value := _value_of(name, frame), nn.Module)]
-    return not all(map(_is_layer, called))
+def _called(names: Iterable[str], frame: FrameType) -> list[nn.Module]:
+    return [value for name in names if isinstance(value := _value_of(name, frame), nn.Module)]
 
 
 def _is_layer(module: nn.Module) -> bool:
@@ -112,22 +114,16 @@ def _is_layer(module: nn.Module) -> bool:
 def _function_of(frame: FrameType) -> Function | None:
     """The function that runs there, unless it runs models, backward passes or regions."""
     code, caller = frame.f_code, frame.f_back
-    tree = parsed(code.co_filename)
     while caller is not None and not is_users(caller.f_code.co_filename):
         caller = caller.f_back
-    if tree is None or caller is None:
+    names = {*code.co_names, *code.co_varnames, *code.co_freevars} - {"self"}
+    own = frame.f_locals.get("self")
+    held = [frame.f_locals.get(n, frame.f_globals.get(n, getattr(own, n, None))) for n in names]
+    layers = all(_is_layer(each) for each in held if isinstance(each, nn.Module))
+    if caller is None or code.co_name == "<module>" or _NOT_WITHIN & names or not layers:
         return None
-    for node in ast.walk(tree):
-        if not isinstance(node, ast.FunctionDef) or (node.name, node.lineno) != (code.co_name, code.co_firstlineno):
-            continue
-        called = [each.func for each in ast.walk(node) if isinstance(each, ast.Call)]
-        names = [name for each in called if (name := dotted(each)) is not None]
-        if _NOT_WITHIN & {each.attr for each in called if isinstance(each, ast.Attribute)}:
-            return None
-        line = caller.f_code.co_filename, caller.f_lineno
-        known = not _calls_module(names, frame)
-        return Function(code.co_filename, node.lineno, node.end_lineno or node.lineno, line) if known else None
-    return None
+    last = max(line for _, _, line in code.co_lines() if line is not None)
+    return Function(code.co_filename, code.co_firstlineno, last, (caller.f_code.co_filename, caller.f_lineno))
 
 
 def in_float32(

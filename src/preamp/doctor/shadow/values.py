@@ -14,7 +14,7 @@ from torch.nn import Parameter
 
 from ..measure import key_of, spread_of, values_here
 from ..names import Names
-from ..records import Line
+from ..records import NOWHERE, Line
 from .facts import GradientSpread
 
 WIDE = torch.float32
@@ -49,6 +49,8 @@ class Shadows:
     def __init__(self, limit: float | None, casts: Mapping[Tensor, tuple[int, Tensor, Line]]) -> None:
         self._limit, self._casts = limit, casts
         self._of: dict[int, tuple[torch.dtype, Tensor, StorageWeakRef]] = {}
+        self.cast_at: dict[int, Line] = {}
+        """By storage, where what has a shadow since it was read was cast."""
         self._bytes = 0
         self._sweep_at = 256
         self.whole = True
@@ -78,8 +80,9 @@ class Shadows:
         flat = flat.set_(tensor.untyped_storage(), 0, (_size(tensor),), (1,)).to(WIDE, copy=True)
         self._keep(tensor, flat)
         whole = next((one for one in self._casts if key_of(one) == key_of(tensor)), tensor)  # this may be a view of it
-        version, exact, _ = self._casts.get(whole, (None, tensor, None))
+        version, exact, line = self._casts.get(whole, (None, tensor, NOWHERE))
         if version is not None and version == whole._version:
+            self.cast_at[key_of(tensor)] = line
             flat.as_strided(whole.shape, whole.stride(), whole.storage_offset()).copy_(exact)
         return flat.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
 

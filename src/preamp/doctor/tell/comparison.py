@@ -117,7 +117,7 @@ def build_comparison(runs: Sequence[Ran], margin: float | None, command: list[st
     title, meanings = f"Compare: {Path(command[0]).name}", glossary(finding.code for finding in findings)
     words, paste = advice(found, command)
     if failures(runs):
-        words, paste = "Mend what ended these runs, then compare again:", f"preamp compare {shlex.join(command)}"
+        words, paste = "Mend these runs first; the doctor says how:", f"preamp doctor {shlex.join(command)}"
     report = Report(
         title, line, sections, picture=_losses(runs, found), advice=words, paste=paste, environment=environment,
         status=status, data=content, glossary=meanings,
@@ -126,8 +126,12 @@ def build_comparison(runs: Sequence[Ran], margin: float | None, command: list[st
 
 
 def failures(runs: Sequence[Ran]) -> str:
-    """A sentence on the runs that did not come to their end, with a space after it; "" without any."""
+    """A sentence on the runs that trained nothing or did not come to their end, and a space; "" without any."""
+    idle = [ran for ran in runs if ran.losses and ran.skipped == len(ran.losses)]
     failed = [ran for ran in runs if ran.status]
+    if idle and not failed:
+        name, steps = idle[0].name, idle[0].skipped
+        return f"{len(idle)} of {len(runs)} runs trained nothing: all {steps} steps of {name} were skipped. "
     if not failed:
         return ""
     ran = failed[0]
