@@ -147,7 +147,7 @@ class Applied(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         name = getattr(func, "__name__", "")
-        in_place = name.endswith("_") and not name.endswith("__")
+        in_place = name.endswith("_") and not name.endswith("__") and id(args[0]) not in self._made
         if in_place or name in _CASTS - CASTS:
             return self._beside(func, args, kwargs)
         at, module = walk(None).source, self._module()
