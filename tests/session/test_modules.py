@@ -323,3 +323,33 @@ def test_a_sparse_embedding_that_shares_its_weight_is_like_the_other() -> None:
     head.weight = table.weight
     with preamp.prepare(nn.ModuleList([table, head]), None, level="O5"):
         assert head.weight.dtype is torch.bfloat16
+
+
+class ComparedByElement(nn.Linear):
+    """`==` gives a tensor, as that of tensordict's parameters, which are a module: it has no truth value."""
+
+    __hash__ = nn.Module.__hash__
+
+    def __eq__(self, other):
+        return torch.zeros(2, dtype=torch.bool)
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_modules_that_compare_by_element_train_and_load(level: str) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(ComparedByElement(4, 8), ComparedByElement(8, 1))
+    twin = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 1))
+    twin.load_state_dict(model.state_dict())
+    for each in (model, twin):
+        optimizer, x = torch.optim.SGD(each.parameters(), lr=0.1), torch.ones(2, 4)
+        with preamp.prepare(each, optimizer, level=level) as session:
+            for _ in range(2):
+                with session.autocast():
+                    loss = each(x).square().mean()
+                session.backward(loss)
+                session.step()
+                session.zero_grad()
+            each.load_state_dict(each.state_dict())
+            session.load_state_dict(session.state_dict())
+    for mine, other in zip(model.parameters(), twin.parameters(), strict=True):
+        assert torch.equal(mine, other)

@@ -7,7 +7,7 @@ import gc
 import sys
 import traceback
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from typing import Any
 
 import torch
@@ -54,12 +54,12 @@ class Names:
         """Module paths by the ids of live parameters and buffers."""
         self._own_names: dict[int, str] = {}
         """Names of parameters in their models, by the same ids."""
-        self._paths: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()
+        self._paths: MutableMapping[nn.Module, str] = WeakIdKeyDictionary()
         self._parameters: list[weakref.ref[nn.Parameter]] = []
         self._watched: list[weakref.ref[Any]] = []
         """Keeps what takes a tensor out of `owners` when it goes: an id is given again."""
         self._unknown = WeakIdKeyDictionary()
-        self.callers: weakref.WeakKeyDictionary[nn.Module, int] = weakref.WeakKeyDictionary()
+        self.callers: MutableMapping[nn.Module, int] = WeakIdKeyDictionary()
         """Threads that called models under autograd, by their identifiers."""
         self._only: int | None = None
         self.is_sharded = False
@@ -172,7 +172,7 @@ class Names:
     def _take(self, models: dict[str, nn.Module]) -> None:
         models = {name: model for name, model in models.items() if self._is_called(model)}
         self._models = {name: weakref.ref(model) for name, model in models.items()}
-        before, self._paths, self.owners, held = self._paths, weakref.WeakKeyDictionary(), {}, list[Tensor]()
+        before, self._paths, self.owners, held = self._paths, WeakIdKeyDictionary(), {}, list[Tensor]()
         taken = {before.get(model, "a part") for model in models.values()}
         for name, model in models.items():
             prefix, fresh = before.get(model, "a part"), "" if len(models) == 1 else f"{name}:"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import sys
 import weakref
+from collections.abc import MutableMapping
 from contextlib import AbstractContextManager, ExitStack
 from importlib.util import find_spec
 from typing import Any
@@ -12,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils.weak import WeakIdKeyDictionary
 
 from ..errors import SessionError
 from ..frameworks import unwrapped
@@ -165,9 +167,8 @@ class PreampPrecision(Host, Precision):
         if session is None:
             Precision.backward(self, tensor, model, *args, **kwargs)
             return
-        session.backward(
-            tensor, **dict(zip(("gradient", "retain_graph", "create_graph"), args, strict=False)), **kwargs
-        )
+        names = ("gradient", "retain_graph", "create_graph")
+        session.backward(tensor, **dict(zip(names, args, strict=False)), **kwargs)
 
     def optimizer_step(self, optimizer: Any, closure: Any = None, **kwargs: Any) -> Any:
         """The session's step, after the closure if there is one, whose result is returned."""
@@ -203,7 +204,7 @@ class PreampPrecision(Host, Precision):
         super().load_state_dict(state_dict)
 
 
-_SESSIONS: weakref.WeakKeyDictionary[nn.Module, tuple[weakref.ref[Session], str]] = weakref.WeakKeyDictionary()
+_SESSIONS: MutableMapping[nn.Module, tuple[weakref.ref[Session], str]] = WeakIdKeyDictionary()
 """The session of a model, and the beginning of its masters' names."""
 
 

@@ -67,8 +67,7 @@ class Conversion:
                 refuse_unfit(path, module)
         self._gathered = gathered_as(root)
         self._sparse = _sparse_embeddings(root) if policy.masters else set()
-        for _ in self._survey(root):
-            pass
+        list(self._survey(root))
         joining = [p for p in self._left if stepped is None or (p.requires_grad and p in stepped)]
         for parameter in joining:  # raises before anything is changed
             self._check(parameter, *self._left[parameter])

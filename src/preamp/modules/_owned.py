@@ -8,17 +8,18 @@ take float32 values, which 16-bit parameters would round.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, MutableMapping
 from contextlib import nullcontext
 from typing import Any
 
 from torch import nn
+from torch.utils.weak import WeakIdKeyDictionary
 
 from ..errors import SessionError
 from ..ledger import Masters
 from ._casting import CastingModule
 
-_OWNED: weakref.WeakKeyDictionary[nn.Module, weakref.ref[Masters]] = weakref.WeakKeyDictionary()
+_OWNED: MutableMapping[nn.Module, weakref.ref[Masters]] = WeakIdKeyDictionary()
 """The modules of open sessions, with what keeps the masters of their parameters."""
 
 _LOAD = "_load_from_state_dict"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, MutableMapping, Sequence
 from typing import Any
 
 import torch
@@ -13,6 +13,7 @@ from torch.nn import Parameter
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import LBFGS, Optimizer
 from torch.optim.lr_scheduler import LRScheduler
+from torch.utils.weak import WeakIdKeyDictionary
 
 from ..autocast import widened
 from ..eps import safe_eps
@@ -333,9 +334,7 @@ def _warn_of_eps(optimizer: Optimizer, policy: Policy) -> None:
         )
 
 
-# -- which sessions a model was prepared for
-
-_SESSIONS: weakref.WeakKeyDictionary[nn.Module, weakref.ref[Session]] = weakref.WeakKeyDictionary()
+_SESSIONS: MutableMapping[nn.Module, weakref.ref[Session]] = WeakIdKeyDictionary()
 """The last session that each module was prepared for."""
 
 

@@ -7,13 +7,14 @@ copies then run their own forward, which a function put on the instance would no
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping
+from collections.abc import Mapping, MutableMapping
 from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.utils.weak import WeakIdKeyDictionary
 
 from ....autocast import PRODUCTS, widened
 from ....formats import LOW_DTYPES
@@ -64,7 +65,7 @@ def _rebuild(original: type[nn.Module]) -> nn.Module:
 _SUBCLASSES = Subclasses(CastedModel, "_amp_original", forward=_forward, __reduce_ex__=_reduce_ex)
 
 
-_PRODUCTS: weakref.WeakKeyDictionary[nn.Module, weakref.finalize[..., Any]] = weakref.WeakKeyDictionary()
+_PRODUCTS: MutableMapping[nn.Module, weakref.finalize[..., Any]] = WeakIdKeyDictionary()
 """What ends the hold that a 16-bit model has on the products of the CPU."""
 
 
@@ -131,7 +132,7 @@ def _full_entries(module: nn.Module, state_dict: dict[str, Any], prefix: str, lo
 
 _SMALL = 4096
 """Entries of so many elements at most are kept in `_SHOWN`."""
-_SHOWN: weakref.WeakKeyDictionary[nn.Module, tuple[Tensor, int]] = weakref.WeakKeyDictionary()
+_SHOWN: MutableMapping[nn.Module, tuple[Tensor, int]] = WeakIdKeyDictionary()
 """An entry of a module's last state_dict, and its version then: a sample, by which writes are seen."""
 
 
