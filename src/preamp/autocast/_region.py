@@ -23,16 +23,23 @@ F = TypeVar("F", bound=Callable[..., Any])
 class autocast(torch.autocast):
     """`torch.autocast` with rules that are the same on every device; see `preamp rules` for the table.
 
-    Use it as torch's: a context manager around the forward pass and the loss, or a decorator. `device_type`: "cpu",
-    "cuda", ...; `dtype`: float16 or bfloat16 (None: torch's default for the device); `enabled=False` switches casting
-    off inside an outer region; `cache_enabled`: keep each weight's cast for the length of the region; `rules`: an
-    `OpRules` with changes of yours (None: those of the open session, else the default table).
+    Use it as torch's: a context manager around the forward pass and the loss, or a decorator. Entering is safe to nest,
+    also for one and the same object.
 
     Rules are installed for the process when the first region is entered and stay, because a checkpointed block is
     recomputed during backward. They apply inside preamp's regions and in the backward of what was computed there; plain
     `torch.autocast` keeps its own lists. `preamp.autocast.uninstall()` takes them out; a session's go with its
-    `close()`. Entering is safe to nest, also for one and the same object. Not to be exported: `torch.export` would keep
-    torch's lists, so entering raises `PolicyError` there.
+    `close()`.
+
+    Args:
+        device_type: "cpu", "cuda", ...
+        dtype: float16 or bfloat16; None for torch's default on the device.
+        enabled: False switches casting off inside an outer region.
+        cache_enabled: Whether each weight's cast is kept for the length of the region.
+        rules: An `OpRules` with changes of yours; None for those of the open session, else the default table.
+
+    Raises:
+        PolicyError: As `torch.export` enters it, which would keep torch's lists.
 
     >>> with preamp.autocast("cpu", dtype=torch.bfloat16):
     ...     torch.randn(4, 4).mm(torch.randn(4, 4)).softmax(-1).dtype

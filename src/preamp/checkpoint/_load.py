@@ -23,13 +23,21 @@ def load(
 ) -> dict[str, Any]:  # fmt: skip
     """Read a checkpoint, load what is named into the objects given, and return the whole content, on the CPU.
 
-    All or nothing, for which copies of the objects' states are in host memory meanwhile. `extra`: further objects, by
-    the names they were saved under, with `state_dict` and `load_state_dict` (an LR scheduler); None is left out.
-    Masters and moments may have been kept in another form. Without `session`, a `PreampWarning` says that the rest of a
-    session's state stays in the file, where a run would go on from it (with `optimizer`, or a prepared model).
+    All or nothing, for which copies of the objects' states are in host memory meanwhile. Masters and moments may have
+    been kept in another form.
 
-    Raises `CheckpointError` for a file that is not one, is damaged, lacks what an object needs or does not fit it;
-    `StateError` when it does not fit the session; `OSError` when it cannot be opened.
+    Args:
+        path: What `save` or `save_async` wrote.
+        model: One, or as many as were saved, in a list or by their names.
+        optimizer: As `model`.
+        session: What `prepare` returned for them. Without it, where a run would go on from the session's state in the
+            file (with `optimizer`, or a prepared model), a `PreampWarning` says that it stays there.
+        **extra: Objects with `state_dict` and `load_state_dict` (an LR scheduler), by the names they were saved under.
+
+    Raises:
+        CheckpointError: For a file that is not one, is damaged, lacks what an object needs or does not fit it.
+        StateError: When it does not fit the session.
+        OSError: When it cannot be opened.
 
     >>> content = preamp.checkpoint.load("last.pt", model=model, optimizer=optimizer, session=session)
     """

@@ -22,12 +22,17 @@ def save(
 ) -> None:
     """Write a checkpoint, atomically: the file is complete, or it is the one that was there before.
 
-    `model`, `optimizer`: one, or a list or mapping of several. `extra`: further states to keep, of tensors, numbers,
-    strings, lists and dicts, or objects with a `state_dict` (an LR scheduler). Parallel wrappers keep their names.
-    A prepared model is saved as its masters: float32, or as bfloat16 weights and the bits that these lack.
+    Args:
+        path: The file; its folder exists.
+        model: One, or a list or mapping of several. Parallel wrappers keep their names. A prepared model is saved as
+            its masters: float32, or bfloat16 weights and the bits that these lack.
+        optimizer: One, or a list or mapping of several.
+        session: What `prepare` returned for them.
+        **extra: States to keep, of tensors, numbers, strings, lists and dicts, or objects with a `state_dict`.
 
-    Raises `CheckpointError` for content that could not be loaded and for the session of other models, and `OSError`,
-    with path and reason, when it cannot be written (a full disk, no folder); the old file stays.
+    Raises:
+        CheckpointError: For content that could not be loaded, and for the session of other models.
+        OSError: When the file cannot be written (a full disk, no folder); the old one stays.
 
     >>> preamp.checkpoint.save("last.pt", model=model, optimizer=optimizer, session=session, step=7)
     """

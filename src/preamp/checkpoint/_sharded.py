@@ -46,7 +46,15 @@ def save_sharded(folder: AnyPath, model: nn.Module, *, optimizer: Optimizer, ses
 
     For FSDP2 and tensor parallelism; also where every rank has everything, and on one process. Of 16-bit parameters the
     masters are written, as they are kept. Where it fails on one rank it fails on all, and the checkpoint before stays.
-    `CheckpointError` for a folder that the ranks do not share, and for pipeline stages.
+
+    Args:
+        folder: Made if it is not there.
+        model: As `fully_shard` or `parallelize_module` left it.
+        optimizer: That of the model.
+        session: What `prepare` returned for both.
+
+    Raises:
+        CheckpointError: For a folder that the ranks do not share, and for pipeline stages.
 
     >>> preamp.checkpoint.save_sharded("last", model=model, optimizer=optimizer, session=session)
     """
@@ -130,8 +138,12 @@ def _saving(
 def load_sharded(folder: AnyPath, model: nn.Module, *, optimizer: Optimizer, session: Session | None = None) -> None:
     """Read what `save_sharded` wrote, on any number of ranks: every one gets the shards that it has now, bit for bit.
 
-    All ranks call it, after `fully_shard`, the optimizer and `prepare`. All or nothing. `PreampWarning` if a session's
-    state stays in the folder; `CheckpointError` if the rest does not fit, `StateError` if it has another policy.
+    All ranks call it, after `fully_shard`, the optimizer and `prepare`, with the arguments of `save_sharded`. All or
+    nothing. A `PreampWarning` says if a session's state stays in the folder.
+
+    Raises:
+        CheckpointError: If what is there is damaged, or does not fit.
+        StateError: If the session had another policy.
 
     >>> preamp.checkpoint.load_sharded("last", model=model, optimizer=optimizer, session=session)
     """

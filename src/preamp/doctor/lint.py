@@ -47,15 +47,23 @@ def examine(
 ) -> Report:
     """Findings about a model, its optimizer and a policy, before the first step.
 
-    `model`: not yet prepared, or prepared. `policy`: a level, a policy or its string; "auto" is the level that suits
-    the model's device. `example`: inputs of one forward pass, as a tuple for positional or a mapping for keyword
-    arguments, in the dtypes in which the training loop gives them; a tensor stands for a tuple of one. With it, the
-    model runs once, on a copy, under the policy, and its operators are judged; without it, what the model holds.
+    With an example, the model runs once, on a copy, under the policy, and its operators are judged; without one, what
+    the model holds. Nothing is changed: parameters, buffers, gradients, modes, random generators.
 
-    The report's `findings` are PA101 to PA105, PA109, PA111, and PA201 or PA207 if the example's output has NaN or inf,
-    most harmful first; a healthy model has no error and no warning. Nothing is changed: parameters, buffers, gradients,
-    modes, random generators. Raises `SessionError` for something that is not a model, optimizer or example, or an
-    example that does not run, and `PolicyError` for a policy that makes no sense.
+    Args:
+        model: Not yet prepared, or prepared.
+        optimizer: What will step it.
+        policy: A level, a policy or its string; "auto" is the level that suits the model's device.
+        example: Inputs of one forward pass, in the dtypes in which the training loop gives them: a tuple for positional
+            arguments, a mapping for keyword arguments; a tensor stands for a tuple of one.
+
+    Returns:
+        A report. Its `findings` are PA101 to PA105, PA109, PA111, and PA201 or PA207 if the example's output has NaN or
+        inf, most harmful first. A healthy model has no error and no warning.
+
+    Raises:
+        SessionError: For what is not a model, optimizer or example, or an example that does not run.
+        PolicyError: For a policy that makes no sense.
 
     >>> report = examine(model, optimizer, "O2", example=(batch,))
     >>> report.findings

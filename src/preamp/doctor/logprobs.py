@@ -80,9 +80,14 @@ class LogprobComparison(Fields):
 def compare_logprobs(sampler: Any, trainer: Any, mask: Any = None) -> LogprobComparison:
     """Compare what two engines gave the same tokens.
 
-    `sampler`, `trainer`: natural log-probabilities of the tokens that the sampler drew: a tensor or an array, (tokens,)
-    or (sequences, tokens), or a list of one for each sequence, of any lengths. `mask`: of the same form; False or 0
-    where a token does not count (prompts, padding). `PreampError` if tokens differ, numbers are above 0, none is left.
+    Args:
+        sampler: Natural log-probabilities of the tokens that it drew: a floating tensor or array, (tokens,) or
+            (sequences, tokens), or a list of one for each sequence, of any lengths.
+        trainer: Those of the same tokens, in the same form.
+        mask: In the same form; False or 0 where a token does not count (prompts, padding).
+
+    Raises:
+        PreampError: If their shapes differ, a number is above 0, or no token is left.
 
     >>> compare_logprobs(sampler=[-1.0, -2.0], trainer=[-1.5, -2.0]).largest
     0.5

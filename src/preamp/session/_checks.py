@@ -37,9 +37,9 @@ def check_not_cast(parameters: Sequence[nn.Parameter], named: Callable[[], Itera
         path = next(path for path, p in zip(paths, parameters, strict=True) if p.dtype is dtype)
         raise SessionError(
             f"the parameter {path} was cast to {name_of(dtype)} after prepare(), and the policy steps float32 weights: "
-            "small updates of 16-bit ones are rounded away. Leave out .half() and .to(...): regions cast by themselves. "
-            "A loss that casts weights of its own belongs after the region, with .float() inputs. Or take level='O2' "
-            "or 'O5', which keep float32 masters"
+            "small updates of 16-bit ones are rounded away. Leave out .half() and .to(...), as regions cast. A loss "
+            "that casts weights of its own belongs after the region, with .float() inputs. Or take level='O2' or 'O5', "
+            "which keep float32 masters"
         )
 
 

@@ -80,15 +80,18 @@ class Watching:
 def watch(watched: Watchable, *, every: int = 50, replay: bool = True, sinks: Sequence[Sink] = ()) -> Watching:
     """Watch the training of a session or of models, as `preamp doctor` watches a script.
 
-    `watched`: a session, a model, or several (a mapping gives them names). `every`: magnitudes of activations, weights,
-    gradients and updates are counted in one of `every` steps. `replay`: do a step that was not finite again, to find
-    the operator that made it so. `sinks`: take every record as it is made: `JsonLines(path)`, or anything with
-    `write(kind, facts)`.
-
     While it is open, torch's backward, steps, scalers and autocast are wrapped, for the process; `close`, or leaving
     the `with` block, takes that back. What the training computes is not changed. Within another watch, or in a script
-    that runs under `preamp doctor`, it listens to that one, whose `every` and `replay` hold. Raises `SessionError` for
-    what cannot be watched.
+    that runs under `preamp doctor`, it listens to that one, whose `every` and `replay` hold.
+
+    Args:
+        watched: A session, a model, or several (a mapping gives them names).
+        every: Magnitudes of activations, weights, gradients and updates are counted in one of so many steps.
+        replay: Do a step that was not finite again, to find the operator that made it so.
+        sinks: Take every record as it is made: `JsonLines(path)`, or anything with `write(kind, facts)`.
+
+    Raises:
+        SessionError: For what cannot be watched.
 
     >>> with preamp.doctor.watch(session, every=50, sinks=[preamp.doctor.JsonLines("steps.jsonl")]) as w:
     ...     train(session)
