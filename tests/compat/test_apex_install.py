@@ -190,7 +190,8 @@ SCRIPT = """
         with amp.scale_loss(model(torch.ones(1, 2)).float().sum() * 1e-3, optimizer) as scaled:
             scaled.backward()
         optimizer.step()
-        print(f"rank {rank} trained", flush=True)
+        sys.stdout.write(f"rank {rank} trained\\n")  # one write: print makes two of it where output is not buffered
+        sys.stdout.flush()
 
     class Data(torch.utils.data.Dataset):
         def __len__(self):
