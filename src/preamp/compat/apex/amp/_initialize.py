@@ -121,7 +121,7 @@ def _initialize(
         )
     _amp_state.loss_scalers, _amp_state.loaded_unused = scalers, False
     if properties.patch_torch_functions:
-        _patch_torch(model_list, optimizer_list, properties)
+        _patch_torch(model_list, properties)
     if optimizers is None:
         return models
     return models, optimizers
@@ -147,17 +147,15 @@ def _cast(models: list[Any], optimizers: list[Any], properties: Any, outputs: to
                 optimizer.load_state_dict(optimizer.state_dict())
 
 
-def _patch_torch(models: list[Any], optimizers: list[Any], properties: Any) -> None:
+def _patch_torch(models: list[Any], properties: Any) -> None:
     on_accelerator = any(p.device.type != "cpu" for model in models for p in model.parameters())
     low = properties.patch_torch_functions_type or torch.float16
-    handle = amp.init(
+    amp.init(
         loss_scale=properties.loss_scale,
         verbose=_amp_state.verbosity == 2,
         patch_type=low,
         takes_cpu=not on_accelerator,
     )
-    for optimizer in optimizers:
-        optimizer._amp_stash.without_casts = handle
 
 
 def close() -> None:

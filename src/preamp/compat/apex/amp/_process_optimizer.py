@@ -19,7 +19,7 @@ from ....ledger import parameters_of
 from .._masters import SAVED, Masters, clear_gradients, fitting, multiply_gradients
 from .._notice import warn
 from .._scaler import LossScaler
-from ._amp_state import maybe_print
+from ._amp_state import _amp_state, maybe_print
 from ._gradient_versions import GradientVersions
 from ._scaled_backward import Stash, add_pairwise, put_aside, put_back, unscale_and_add
 
@@ -64,8 +64,6 @@ class AmpOptimizerState(Masters):
         """The scale on the gradients while they stay scaled."""
         self.already_patched = False
         """Whether the next step is skipped."""
-        self.without_casts: Any = None
-        """The handle whose casts `step` runs without."""
         self._replaced: list[tuple[str, Any, Any]] = []
         self._reason = (0, 1.0)
         self._told = False
@@ -84,9 +82,9 @@ class AmpOptimizerState(Masters):
         self.lazy_init_called = True
 
     def _stepped(self) -> list[Parameter]:
-        """Those of the model's parameters that the optimizer steps itself: all that have no master."""
+        """What the optimizer steps: parameters of the model, and masters, which a penalty may give gradients."""
         self.lazy_init()
-        return self.all_fp32_from_fp32_params if self.master_weights else list(parameters_of(self._optimizer))
+        return list(parameters_of(self._optimizer))
 
     # -- around a backward pass
 
@@ -103,12 +101,10 @@ class AmpOptimizerState(Masters):
 
     def post_backward(self, scaler: LossScaler) -> None:
         """Unscale the gradients, and add those from before; with masters the model's 16-bit ones stay scaled."""
-        stepped = self._stepped()
-        if self.master_weights:
-            self._unscale_low(scaler)
-        unscale_and_add(stepped, self._aside, scaler)
+        unscale_and_add(self._stepped(), self._aside, scaler)
         self._aside = []
         if self.master_weights:
+            self._unscale_low(scaler)
             self.versions.record(self.all_fp16_params)
 
     def _unscale_low(self, scaler: LossScaler) -> None:
@@ -204,7 +200,7 @@ class AmpOptimizerState(Masters):
             self.check_gradients(stepping=True)
         if closure is not None:
             args = (closure, *args)
-        handle = self.without_casts
+        handle = getattr(_amp_state, "handle", None)
         with nullcontext() if handle is None else handle._disable_casts():
             result = inner(*args, **kwargs)
         if handle is not None:
@@ -310,8 +306,7 @@ def _process_optimizer(optimizer: Any, properties: Any) -> Any:
     return optimizer
 
 
-def adopt(optimizer: Any, handle: Any) -> None:
+def adopt(optimizer: Any) -> None:
     """The same for an optimizer that came to a handle's `scale_loss` without `initialize`; once."""
     if not hasattr(optimizer, "_amp_stash"):
         _process_optimizer(optimizer, types.SimpleNamespace(master_weights=False))
-        optimizer._amp_stash.without_casts = handle

@@ -92,7 +92,7 @@ class AmpHandle(Casts):
             yield loss
             return
         for optimizer in optimizers:
-            adopt(optimizer, self)
+            adopt(optimizer)
         try:
             with scaled_backward(scaler, optimizers, loss_id):
                 yield loss.float() * scaler.loss_scale()
