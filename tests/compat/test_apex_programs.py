@@ -182,3 +182,15 @@ def test_every_optimizer_steps_without_casts_when_models_are_initialized_one_by_
     for optimizer in optimizers:
         optimizer.step()
     assert dtypes == [torch.float32] * 2
+
+
+@pytest.mark.parametrize("later", [{"opt_level": "O0"}, {"opt_level": "O3"}, {"enabled": False}])
+def test_masters_train_on_after_another_model_was_initialized_without_any(later: dict[str, Any]) -> None:
+    """A teacher, say, that comes after its student."""
+    student, teacher = Weights(), Weights()
+    optimizer = torch.optim.SGD(student.parameters(), 0.125)
+    amp.initialize(student, optimizer, opt_level="O2", loss_scale=64.0, verbosity=0)
+    amp.initialize(teacher, verbosity=0, **later)
+    scaled_backward(student(torch.ones(3)), optimizer)
+    optimizer.step()
+    assert torch.equal(student.weight.float(), torch.full((3,), 0.875))

@@ -40,14 +40,15 @@ def scale_loss(
             "Invoked 'with amp.scale_loss`, but internal Amp state has not been initialized. "
             "Call `model, optimizer = amp.initialize(model, optimizer, opt_level='O1')` before it."
         )
-    if not _amp_state.opt_properties.enabled:
+    chosen = as_list(optimizers)
+    # asked of them, since a later initialize, of another model, may have other options
+    masters = any(getattr(getattr(each, "_amp_stash", None), "master_weights", False) for each in chosen)
+    if not _amp_state.opt_properties.enabled and not masters:
         yield loss
         return
     scaler, _amp_state.loaded_unused = _amp_state.loss_scalers[loss_id], False
-    chosen = as_list(optimizers)
     handle = getattr(_amp_state, "handle", None)
     try:
-        masters = _amp_state.opt_properties.master_weights
         if not masters and not scaler.dynamic and scaler.loss_scale() == 1.0:
             yield loss.float()
         else:
