@@ -8,6 +8,7 @@ from __future__ import annotations
 import types
 from contextlib import nullcontext
 from functools import wraps
+from itertools import chain
 from typing import Any
 
 import torch
@@ -230,18 +231,18 @@ class AmpOptimizerState(Masters):
         saved = inner(*args, **kwargs)
         if not self.all_fp32_from_fp16_params:
             return saved
-        groups = [
-            {**group, SAVED: [None if master is None else master.detach().clone() for master in masters]}
-            for group, masters in zip(saved["param_groups"], self._masters_by_group(), strict=True)
-        ]
+        masters = [[None if m is None else m.detach().clone() for m in group] for group in self._masters_by_group()]
+        if "param_groups" not in saved:  # a wrapper's own layout
+            return {**saved, SAVED: masters}
+        groups = [{**group, SAVED: own} for group, own in zip(saved["param_groups"], masters, strict=True)]
         return {**saved, "param_groups": groups}
 
     def load_state_dict(self, inner: Any, state_dict: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
         """The optimizer's own; state stays in float32, and masters are taken if there are any."""
         self.lazy_init()
-        groups = state_dict["param_groups"]
-        given = [saved for group in groups for saved in group.get(SAVED, [None] * len(group["params"]))]
-        pairs = fitting([master for masters in self._masters_by_group() for master in masters], given)
+        groups = state_dict.get("param_groups", self._optimizer.param_groups)
+        given = state_dict.get(SAVED) or [group.get(SAVED, [None] * len(group["params"])) for group in groups]
+        pairs = fitting(chain.from_iterable(self._masters_by_group()), chain.from_iterable(given))
         result = inner(state_dict, *args, **kwargs)
         for group in self._optimizer.param_groups:
             group.pop(SAVED, None)
@@ -263,7 +264,8 @@ class AmpOptimizerState(Masters):
             setattr(self._optimizer, name, getattr(self, method))
         self._replace("step")
         for name in ("zero_grad", "add_param_group", "state_dict", "load_state_dict") if self.master_weights else ():
-            self._replace(name)
+            if hasattr(self._optimizer, name):  # a wrapper that is no torch.optim.Optimizer may lack it
+                self._replace(name)
 
     def _replace(self, name: str) -> None:
         optimizer, own = self._optimizer, name in vars(self._optimizer)

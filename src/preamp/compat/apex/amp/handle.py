@@ -41,8 +41,9 @@ def scale_loss(
             "Call `model, optimizer = amp.initialize(model, optimizer, opt_level='O1')` before it."
         )
     chosen = as_list(optimizers)
-    # asked of them, since a later initialize, of another model, may have other options
-    masters = any(getattr(getattr(each, "_amp_stash", None), "master_weights", False) for each in chosen)
+    masters = _amp_state.opt_properties.master_weights or any(  # a later initialize, of another model, may have none
+        getattr(getattr(each, "_amp_stash", None), "master_weights", False) for each in chosen
+    )
     if not _amp_state.opt_properties.enabled and not masters:
         yield loss
         return
