@@ -139,13 +139,30 @@ def test_widest_type_of_other_mixtures_is_torchs() -> None:
     assert torch.equal(positive(3) * 0, torch.zeros(3))
 
 
-@pytest.mark.parametrize("function", [torch.cat, torch.stack])
-def test_sequences_become_the_widest_type(function: Any) -> None:
+@pytest.mark.parametrize("name", ["cat", "stack"])
+def test_sequences_become_the_widest_type(name: str) -> None:
     amp.init()
+    function = getattr(torch, name)
+    assert hasattr(function, "__wrapped__")  # since torch widens here by itself as well
     for dtypes in itertools.product([HALF, FLOAT], repeat=3):
         given = [positive(2, dtype=dtype) for dtype in dtypes]
         expected = FLOAT if FLOAT in dtypes else HALF
         assert function(given).dtype is expected and function(tuple(given), dim=0).dtype is expected
+
+
+@pytest.mark.parametrize("dtype", [HALF, FLOAT])
+@pytest.mark.parametrize("name", ["matmul", "exp", "add", "cat", "normalize"])
+def test_results_are_written_to_out(name: str, dtype: torch.dtype) -> None:
+    """Whatever the function computes in, since scripts go on with what they gave."""
+    amp.init()
+    one, other = positive(3, 3), positive(3, 3, dtype=FLOAT)
+    given: Any = {"exp": (one,), "normalize": (one,), "cat": ([one, other],)}
+    arguments = given.get(name, (one, other))
+    function = getattr(torch if hasattr(torch, name) else nn.functional, name)
+    expected = function(*arguments)
+    for out in (torch.full_like(expected, 7.0, dtype=dtype), torch.empty(0, dtype=dtype)):
+        assert function(*arguments, out=out) is out
+        torch.testing.assert_close(out, expected.to(dtype))
 
 
 def test_in_place_operators() -> None:

@@ -295,6 +295,8 @@ assert apex.parallel.LARC is importlib.import_module("apex.parallel.LARC").LARC 
 @pytest.mark.slow
 def test_names_that_are_modules_and_objects_at_once(tmp_path: Path) -> None:
     lines = ["import importlib, sys, apex", *[f"{way}{OBJECTS}".replace("ways", repr(way)) for way in WAYS]]
+    lines += ["from apex.amp import amp", "amp.initialize, amp.state_dict, amp.load_state_dict, amp.opt_levels"]
+    lines += ["from apex.amp.amp import initialize, half_function", "from apex.amp.frontend import O1, O3, Properties"]
     assert printed("\n".join([*lines, "print('done')"]), tmp_path) == "done\n"
 
 

@@ -18,7 +18,6 @@ from preamp.errors import PreampWarning
 from .toys import mlp, through_a_file, train
 
 
-
 class Wrapper:
     """An optimizer around another, with few of its methods and states in a layout of its own."""
 

@@ -84,14 +84,9 @@ def _listed(given: Any, what: str) -> list[Any]:
 
 
 def _initialize(
-    models: Any,
-    optimizers: Any,
-    properties: Any,
-    num_losses: int = 1,
-    cast_model_outputs: torch.dtype | None = None,
-    wrapped: bool = False,
-    scale_bounds: tuple[float | None, float] = (None, 2.0**24),
-) -> Any:
+    models: Any, optimizers: Any, properties: Any, num_losses: int = 1, cast_model_outputs: torch.dtype | None = None,
+    wrapped: bool = False, scale_bounds: tuple[float | None, float] = (None, 2.0**24),
+) -> Any:  # fmt: skip
     """Cast models, process optimizers, make loss scales, patch torch; returns what it was given, in its form."""
     model_list = _listed(models, "model")
     optimizer_list = [] if optimizers is None else _listed(optimizers, "optimizer")
@@ -150,12 +145,8 @@ def _cast(models: list[Any], optimizers: list[Any], properties: Any, outputs: to
 def _patch_torch(models: list[Any], properties: Any) -> None:
     on_accelerator = any(p.device.type != "cpu" for model in models for p in model.parameters())
     low = properties.patch_torch_functions_type or torch.float16
-    amp.init(
-        loss_scale=properties.loss_scale,
-        verbose=_amp_state.verbosity == 2,
-        patch_type=low,
-        takes_cpu=not on_accelerator,
-    )
+    verbose = _amp_state.verbosity == 2
+    amp.init(loss_scale=properties.loss_scale, verbose=verbose, patch_type=low, takes_cpu=not on_accelerator)
 
 
 def close() -> None:

@@ -109,6 +109,8 @@ opt_levels = {
     )
 }  # fmt: skip
 
+O0, O1, O2, O3, O4, O5 = opt_levels.values()
+
 
 def initialize(
     models: Any,

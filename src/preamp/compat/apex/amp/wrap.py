@@ -159,9 +159,13 @@ def patch(module: Any, name: str, prepare: Prepare, handle: Casts) -> None:
 
     @functools.wraps(function)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
-        if handle._is_active:
-            args, kwargs = prepare(args, kwargs)
-        return function(*args, **kwargs)
+        if not handle._is_active:
+            return function(*args, **kwargs)
+        args, new = prepare(args, kwargs)
+        result = function(*args, **new)
+        if kwargs and isinstance(out := kwargs.get("out"), Tensor) and result is not out:  # what was written is a cast
+            return out.resize_(result.shape).copy_(result)
+        return result
 
     handle._save_func(module, name)
     setattr(module, name, wrapper)
