@@ -401,6 +401,24 @@ def test_weights_are_cast_once_an_iteration(monkeypatch: pytest.MonkeyPatch) -> 
     assert not _amp_state.handle.cache
 
 
+@pytest.mark.parametrize("how", ["backward", "grad"])
+def test_weights_written_by_hand_after_a_backward_pass_are_the_ones_used(how: str) -> None:
+    """Without `scale_loss`, and by way of `.data`, as an optimizer that amp has not seen may do it."""
+    model = nn.Linear(3, 2, bias=False)
+    amp.initialize(model, opt_level="O1", verbosity=0)
+    x = torch.ones(1, 3)
+    for _ in range(2):
+        loss = model(x).float().pow(2).sum()
+        if how == "backward":
+            loss.backward()
+        else:
+            torch.autograd.grad(loss, [model.weight], create_graph=True)
+        model.weight.data.sub_(0.5)
+        assert torch.equal(model(x).float(), F.linear(x.half(), model.weight.half()).float())
+    amp.close()
+    assert torch.autograd._engine_run_backward is torch.autograd.graph._engine_run_backward
+
+
 @pytest.mark.parametrize("change", ["step", "in place", "data", "assigned", "loaded"])
 def test_train_eval_train_sees_every_change_of_a_weight(change: str) -> None:
     """Weights are cast anew after they change, and a cast from evaluation never serves training."""

@@ -161,6 +161,7 @@ def _patch(handle: AmpHandle, allow_banned: bool) -> None:
     put(wrap.writing, tensor, _in_place(tensor_overrides.FP32_FUNCS), full)
     put(wrap.writing, tensor, _in_place([*tensor_overrides.FP16_FUNCS, *tensor_overrides.CASTS, *_UNMIXED[-1][1]]))
     wrap.whitelist_rnn_cells(handle)
+    wrap.clear_after_backward(handle)
     for each in lists:
         for name, message in each.BANNED_FUNCS:
             way, option = (wrap.casting, full) if allow_banned else (wrap.refusing, message)

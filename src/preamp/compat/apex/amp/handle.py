@@ -18,13 +18,9 @@ from .wrap import Casts
 
 @contextmanager
 def scale_loss(
-    loss: Any,
-    optimizers: Any,
-    loss_id: int = 0,
-    model: Any = None,
-    delay_unscale: bool = False,
+    loss: Any, optimizers: Any, loss_id: int = 0, model: Any = None, delay_unscale: bool = False,
     delay_overflow_check: bool = False,
-) -> Iterator[Any]:
+) -> Iterator[Any]:  # fmt: skip
     """Yield the loss in float32 times its scale; afterwards the gradients of `optimizers` are true ones.
 
     `loss`: a tensor of any shape. `optimizers`: those whose parameters this loss has gradients for, one or a list.
@@ -48,16 +44,11 @@ def scale_loss(
         yield loss
         return
     scaler, _amp_state.loaded_unused = _amp_state.loss_scalers[loss_id], False
-    handle = getattr(_amp_state, "handle", None)
-    try:
-        if not masters and not scaler.dynamic and scaler.loss_scale() == 1.0:
-            yield loss.float()
-        else:
-            with scaled_backward(scaler, chosen, loss_id, delay_unscale, delay_overflow_check):
-                yield loss.float() * scaler.loss_scale()
-    finally:
-        if handle is not None:
-            handle._clear_cache()  # what was cast in this iteration has had its backward pass
+    if not masters and not scaler.dynamic and scaler.loss_scale() == 1.0:
+        yield loss.float()
+        return
+    with scaled_backward(scaler, chosen, loss_id, delay_unscale, delay_overflow_check):
+        yield loss.float() * scaler.loss_scale()
 
 
 def disable_casts() -> AbstractContextManager[None]:
@@ -95,11 +86,8 @@ class AmpHandle(Casts):
             return
         for optimizer in optimizers:
             adopt(optimizer)
-        try:
-            with scaled_backward(scaler, optimizers, loss_id):
-                yield loss.float() * scaler.loss_scale()
-        finally:
-            self._clear_cache()
+        with scaled_backward(scaler, optimizers, loss_id):
+            yield loss.float() * scaler.loss_scale()
 
 
 class NoOpHandle(AmpHandle):

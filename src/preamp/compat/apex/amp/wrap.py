@@ -70,9 +70,9 @@ class Casts:
     def caster(self, dtype: torch.dtype, name: str = "") -> Caster:
         """A cast of a floating tensor to `dtype`, if casts are for it. `name`: the function that they are told of with.
 
-        That of a float32 parameter to 16 bits is made once until it is written, stepped, or `scale_loss` ends. Not kept
-        where no gradient is recorded: such a copy would be found by the next training pass, without its gradient; and
-        weights that are swapped for evaluation are written in ways that leave no trace.
+        That of a float32 parameter to 16 bits is made once until it is written, or stepped, or a backward pass ends,
+        after which loops write to `.data`, without a trace. Not kept where no gradient is recorded: such a copy would
+        be found by the next training pass, without its gradient; and weights are swapped for evaluation by `.data`.
         """
         keeps = self.has_cache and dtype is self.half_type
 
@@ -169,6 +169,22 @@ def patch(module: Any, name: str, prepare: Prepare, handle: Casts) -> None:
 
     handle._save_func(module, name)
     setattr(module, name, wrapper)
+
+
+def clear_after_backward(handle: Casts) -> None:
+    """Have all backward passes, of `torch.autograd.grad` too, end with an empty cache."""
+    name = "_engine_run_backward"
+    function = getattr(torch.autograd, name)
+
+    @functools.wraps(function)
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return function(*args, **kwargs)
+        finally:
+            handle._clear_cache()
+
+    handle._save_func(torch.autograd, name)
+    setattr(torch.autograd, name, wrapper)
 
 
 # -- ways to prepare the arguments of the function of a name
