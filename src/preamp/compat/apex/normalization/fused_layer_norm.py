@@ -152,6 +152,8 @@ def _all_to(params: Sequence[Tensor | None], dtype: torch.dtype) -> list[Tensor 
 class _Fused:
     """The constructor of both kinds of layers."""
 
+    memory_efficient = False  # of layers that Apex pickled before it had this
+
     def __init__(
         self, normalized_shape: Any, eps: float = 1e-5, elementwise_affine: bool = True, memory_efficient: bool = False
     ) -> None:
