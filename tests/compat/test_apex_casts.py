@@ -503,6 +503,21 @@ def test_attention_and_transformers() -> None:
         assert layer(torch.randn(2, 3, 8)).isfinite().all()
 
 
+class Rotated(torch.utils.data.Dataset[Tensor]):
+    def __len__(self) -> int:
+        return 2
+
+    def __getitem__(self, i: int) -> Tensor:
+        return torch.eye(3) @ torch.ones(3)
+
+
+def test_data_in_workers_keeps_its_dtype() -> None:
+    amp.init()
+    assert Rotated()[0].dtype is HALF
+    loader = torch.utils.data.DataLoader(Rotated(), num_workers=1, multiprocessing_context="fork")
+    assert [x.dtype for x in loader] == [FLOAT, FLOAT]
+
+
 def test_data_beside_a_model_on_an_accelerator_keeps_its_dtype() -> None:
     model = nn.Linear(2, 2, device="meta")  # stands for an accelerator: it is not the CPU
     amp.initialize(model, opt_level="O1", verbosity=0)

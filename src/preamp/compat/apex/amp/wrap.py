@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
+from torch.utils.data._utils import worker
 
 from ....autocast import PRODUCTS
 from ....formats import LOW_DTYPES
@@ -64,8 +65,8 @@ class Casts:
             self._is_active = before
 
     def takes(self, x: Tensor) -> bool:
-        """Whether a tensor is on a device where casts happen."""
-        return self.takes_cpu or x.device.type != "cpu"
+        """Whether a tensor is on a device where casts happen; in a DataLoader's workers all on the CPU is data."""
+        return x.device.type != "cpu" or (self.takes_cpu and worker._worker_info is None)
 
     def caster(self, dtype: torch.dtype, name: str = "") -> Caster:
         """A cast of a floating tensor to `dtype`, if casts are for it. `name`: the function that they are told of with.
