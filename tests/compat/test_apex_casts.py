@@ -467,6 +467,18 @@ def test_weights_swapped_in_evaluation_are_the_ones_used() -> None:
         assert not model(x).any()
 
 
+def test_a_model_is_traced_with_its_weights_after_a_forward_pass() -> None:
+    """As a writer of graphs traces it; what the pass before has cast is no constant of the graph."""
+    model = nn.Linear(3, 2)
+    amp.initialize(model, opt_level="O1", verbosity=0)
+    x = torch.ones(1, 3)
+    model(x)
+    traced = torch.jit.trace(model, x)
+    with torch.no_grad():
+        model.weight.zero_()
+    assert torch.equal(traced(x).flatten(), model.bias.half())
+
+
 def test_a_frozen_weight_and_one_that_thaws() -> None:
     model = nn.Linear(3, 2)
     amp.initialize(model, opt_level="O1", verbosity=0)
