@@ -467,6 +467,7 @@ def test_weights_swapped_in_evaluation_are_the_ones_used() -> None:
         assert not model(x).any()
 
 
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning", "ignore:.*torch.jit:FutureWarning")
 def test_a_model_is_traced_with_its_weights_after_a_forward_pass() -> None:
     """As a writer of graphs traces it; what the pass before has cast is no constant of the graph."""
     model = nn.Linear(3, 2)
