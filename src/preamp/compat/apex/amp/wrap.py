@@ -81,7 +81,7 @@ class Casts:
             if x.dtype is dtype or not self.takes(x):
                 return x
             kept = keeps and isinstance(x, Parameter) and x.dtype is torch.float32 and x.requires_grad
-            kept = kept and torch.is_grad_enabled() and not (torch.compiler.is_compiling() or torch.jit.is_tracing())
+            kept = kept and torch.is_grad_enabled() and not (torch.compiler.is_compiling() or torch._C._is_tracing())
             stamp = (x._version, x.data_ptr()) if kept else None
             if kept and self._stamps.get(x) == stamp:
                 return self.cache[x]
