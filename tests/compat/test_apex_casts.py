@@ -139,13 +139,30 @@ def test_widest_type_of_other_mixtures_is_torchs() -> None:
     assert torch.equal(positive(3) * 0, torch.zeros(3))
 
 
-@pytest.mark.parametrize("function", [torch.cat, torch.stack])
-def test_sequences_become_the_widest_type(function: Any) -> None:
+@pytest.mark.parametrize("name", ["cat", "stack"])
+def test_sequences_become_the_widest_type(name: str) -> None:
     amp.init()
+    function = getattr(torch, name)
+    assert hasattr(function, "__wrapped__")  # since torch widens here by itself as well
     for dtypes in itertools.product([HALF, FLOAT], repeat=3):
         given = [positive(2, dtype=dtype) for dtype in dtypes]
         expected = FLOAT if FLOAT in dtypes else HALF
         assert function(given).dtype is expected and function(tuple(given), dim=0).dtype is expected
+
+
+@pytest.mark.parametrize("dtype", [HALF, FLOAT])
+@pytest.mark.parametrize("name", ["matmul", "exp", "add", "cat", "normalize"])
+def test_results_are_written_to_out(name: str, dtype: torch.dtype) -> None:
+    """Whatever the function computes in, since scripts go on with what they gave."""
+    amp.init()
+    one, other = positive(3, 3), positive(3, 3, dtype=FLOAT)
+    given: Any = {"exp": (one,), "normalize": (one,), "cat": ([one, other],)}
+    arguments = given.get(name, (one, other))
+    function = getattr(torch if hasattr(torch, name) else nn.functional, name)
+    expected = function(*arguments)
+    for out in (torch.full_like(expected, 7.0, dtype=dtype), torch.empty(0, dtype=dtype)):
+        assert function(*arguments, out=out) is out
+        torch.testing.assert_close(out, expected.to(dtype))
 
 
 def test_in_place_operators() -> None:
@@ -384,6 +401,24 @@ def test_weights_are_cast_once_an_iteration(monkeypatch: pytest.MonkeyPatch) -> 
     assert not _amp_state.handle.cache
 
 
+@pytest.mark.parametrize("how", ["backward", "grad"])
+def test_weights_written_by_hand_after_a_backward_pass_are_the_ones_used(how: str) -> None:
+    """Without `scale_loss`, and by way of `.data`, as an optimizer that amp has not seen may do it."""
+    model = nn.Linear(3, 2, bias=False)
+    amp.initialize(model, opt_level="O1", verbosity=0)
+    x = torch.ones(1, 3)
+    for _ in range(2):
+        loss = model(x).float().pow(2).sum()
+        if how == "backward":
+            loss.backward()
+        else:
+            torch.autograd.grad(loss, [model.weight], create_graph=True)
+        model.weight.data.sub_(0.5)
+        assert torch.equal(model(x).float(), F.linear(x.half(), model.weight.half()).float())
+    amp.close()
+    assert torch.autograd._engine_run_backward is torch.autograd.graph._engine_run_backward
+
+
 @pytest.mark.parametrize("change", ["step", "in place", "data", "assigned", "loaded"])
 def test_train_eval_train_sees_every_change_of_a_weight(change: str) -> None:
     """Weights are cast anew after they change, and a cast from evaluation never serves training."""
@@ -432,6 +467,19 @@ def test_weights_swapped_in_evaluation_are_the_ones_used() -> None:
         assert not model(x).any()
 
 
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning", "ignore:.*torch.jit:FutureWarning")
+def test_a_model_is_traced_with_its_weights_after_a_forward_pass() -> None:
+    """As a writer of graphs traces it; what the pass before has cast is no constant of the graph."""
+    model = nn.Linear(3, 2)
+    amp.initialize(model, opt_level="O1", verbosity=0)
+    x = torch.ones(1, 3)
+    model(x)
+    traced = torch.jit.trace(model, x)
+    with torch.no_grad():
+        model.weight.zero_()
+    assert torch.equal(traced(x).flatten(), model.bias.half())
+
+
 def test_a_frozen_weight_and_one_that_thaws() -> None:
     model = nn.Linear(3, 2)
     amp.initialize(model, opt_level="O1", verbosity=0)
@@ -466,6 +514,21 @@ def test_attention_and_transformers() -> None:
     layer.eval()
     with torch.no_grad():
         assert layer(torch.randn(2, 3, 8)).isfinite().all()
+
+
+class Rotated(torch.utils.data.Dataset[Tensor]):
+    def __len__(self) -> int:
+        return 2
+
+    def __getitem__(self, i: int) -> Tensor:
+        return torch.eye(3) @ torch.ones(3)
+
+
+def test_data_in_workers_keeps_its_dtype() -> None:
+    amp.init()
+    assert Rotated()[0].dtype is HALF
+    loader = torch.utils.data.DataLoader(Rotated(), num_workers=1, multiprocessing_context="fork")
+    assert [x.dtype for x in loader] == [FLOAT, FLOAT]
 
 
 def test_data_beside_a_model_on_an_accelerator_keeps_its_dtype() -> None:

@@ -132,8 +132,9 @@ def test_hard_override_prints_instead(capsys: pytest.CaptureFixture[str]) -> Non
 
 
 @pytest.mark.parametrize(("given", "seen"), [("True", True), ("False", False), (True, True), (None, True)])
-def test_keep_batchnorm_as_argparse_gives_it(given: Any, seen: bool) -> None:
-    model = quiet(mlp(), opt_level="O2", keep_batchnorm_fp32=given)
+def test_options_as_argparse_gives_them(given: Any, seen: bool) -> None:
+    model = quiet(mlp(), opt_level="O2", keep_batchnorm_fp32=given, master_weights=given)
+    assert _amp_state.opt_properties.master_weights is seen
     assert (model[1].weight.dtype is FLOAT) == seen and (model[1].running_mean.dtype is FLOAT) == seen
     assert model[0].weight.dtype is HALF
 

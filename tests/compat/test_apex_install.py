@@ -190,7 +190,8 @@ SCRIPT = """
         with amp.scale_loss(model(torch.ones(1, 2)).float().sum() * 1e-3, optimizer) as scaled:
             scaled.backward()
         optimizer.step()
-        print(f"rank {rank} trained", flush=True)
+        sys.stdout.write(f"rank {rank} trained\\n")  # one write: print makes two of it where output is not buffered
+        sys.stdout.flush()
 
     class Data(torch.utils.data.Dataset):
         def __len__(self):
@@ -294,6 +295,8 @@ assert apex.parallel.LARC is importlib.import_module("apex.parallel.LARC").LARC 
 @pytest.mark.slow
 def test_names_that_are_modules_and_objects_at_once(tmp_path: Path) -> None:
     lines = ["import importlib, sys, apex", *[f"{way}{OBJECTS}".replace("ways", repr(way)) for way in WAYS]]
+    lines += ["from apex.amp import amp", "amp.initialize, amp.state_dict, amp.load_state_dict, amp.opt_levels"]
+    lines += ["from apex.amp.amp import initialize, half_function", "from apex.amp.frontend import O1, O3, Properties"]
     assert printed("\n".join([*lines, "print('done')"]), tmp_path) == "done\n"
 
 

@@ -12,8 +12,10 @@ import torch
 from torch import Tensor, nn
 
 from preamp.compat.apex import _fused_layer_norm_cuda as compiled
+from preamp.compat.apex._layers import FastLayerNorm
 from preamp.compat.apex.normalization import FusedLayerNorm, FusedRMSNorm, MixedFusedLayerNorm, MixedFusedRMSNorm
 from preamp.compat.apex.normalization import fused_layer_norm as module
+from preamp.compat.apex.parallel import SyncBatchNorm
 
 SHAPE = (32, 16)
 FLOATS = [torch.float32, torch.float16, torch.bfloat16, torch.float64]
@@ -141,6 +143,16 @@ def test_attributes_state_and_copies(kind: Any) -> None:
     if "bias" in names:
         reference = nn.LayerNorm(8)
         reference.load_state_dict(layer.state_dict())
+
+
+@pytest.mark.parametrize("kind", [*KINDS, FastLayerNorm, SyncBatchNorm])
+def test_whole_models_that_older_releases_of_apex_pickled(kind: Any) -> None:
+    """They lack attributes that came later."""
+    layer = randomised(kind(8))
+    expected = layer(torch.ones(2, 8))
+    for name in ("memory_efficient", "process_group", "channel_last", "fuse_relu"):
+        vars(layer).pop(name, None)
+    assert torch.equal(pickle.loads(pickle.dumps(layer))(torch.ones(2, 8)), expected)
 
 
 @pytest.mark.parametrize("kind", [FusedLayerNorm, FusedRMSNorm])

@@ -5,8 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 
-from .toys import trains
+from preamp.compat.apex import amp
+
+from .toys import Weights, scaled_backward, trains
 
 pytestmark = pytest.mark.usefixtures("installed_as_apex")
 
@@ -143,3 +146,51 @@ def test_pretraining_that_resumes_with_masters_of_its_own(tmp_path: Any) -> None
         for param, other in zip(amp.master_params(optimizer), expected):
             assert torch.equal(param, other)
     """, path=tmp_path / "checkpoint.pt")  # fmt: skip
+
+
+@pytest.mark.parametrize("passes", [(False,), (False, False), (True, False), (False, True, False)])
+@pytest.mark.parametrize("level", ["O1", "O2", "O5"])
+def test_a_penalty_on_what_the_optimizer_steps(level: str, passes: tuple[bool, ...]) -> None:
+    """Its gradient comes to the masters at once, and scaled as the model's. `passes`: which leave theirs scaled."""
+    model = Weights()
+    optimizer = torch.optim.SGD(model.parameters(), 0.125)
+    amp.initialize(model, optimizer, opt_level=level, loss_scale=64.0, verbosity=0)
+    given = torch.ones(3)
+    scaled_backward(model(given), optimizer)  # makes the masters
+    optimizer.zero_grad()
+    for delay in passes:
+        (weight,) = amp.master_params(optimizer)
+        scaled_backward(model(given) + weight.float().pow(2).sum(), optimizer, delay_unscale=delay)
+    (weight,) = amp.master_params(optimizer)
+    assert weight.grad is not None and torch.equal(weight.grad, 3.0 * len(passes) * given)
+
+
+@pytest.mark.parametrize("levels", [("O1", "O1"), ("O2", "O4"), ("O1", "O0")])
+def test_every_optimizer_steps_without_casts_when_models_are_initialized_one_by_one(levels: tuple[str, str]) -> None:
+    """The second `initialize` has casts of its own, and the first optimizer multiplies matrices in its step."""
+
+    class Preconditioned(torch.optim.SGD):
+        def step(self, closure: Any = None) -> None:
+            dtypes.append(torch.matmul(torch.ones(2, 2), torch.ones(2, 2)).dtype)
+
+    dtypes: list[torch.dtype] = []
+    optimizers = []
+    for level in levels:
+        model = Weights()
+        optimizers.append(Preconditioned(model.parameters(), 0.125))
+        amp.initialize(model, optimizers[-1], opt_level=level, verbosity=0)
+    for optimizer in optimizers:
+        optimizer.step()
+    assert dtypes == [torch.float32] * 2
+
+
+@pytest.mark.parametrize("later", [{"opt_level": "O0"}, {"opt_level": "O3"}, {"enabled": False}])
+def test_masters_train_on_after_another_model_was_initialized_without_any(later: dict[str, Any]) -> None:
+    """A teacher, say, that comes after its student."""
+    student, teacher = Weights(), Weights()
+    optimizer = torch.optim.SGD(student.parameters(), 0.125)
+    amp.initialize(student, optimizer, opt_level="O2", loss_scale=64.0, verbosity=0)
+    amp.initialize(teacher, verbosity=0, **later)
+    scaled_backward(student(torch.ones(3)), optimizer)
+    optimizer.step()
+    assert torch.equal(student.weight.float(), torch.full((3,), 0.875))

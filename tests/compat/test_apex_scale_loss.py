@@ -367,6 +367,19 @@ def test_unscaling_by_hand(dtypes: tuple[torch.dtype, torch.dtype]) -> None:
     assert float(master[0][0, 0]) == 8.0
 
 
+@pytest.mark.parametrize(("scales", "expected"), [(None, 6.0), ((8.0, 2.0, 4.0), 16.0)])
+def test_unscaling_with_gradients_from_before(scales: Any, expected: float) -> None:
+    """As loops that unscale by themselves call it; what was kept before is not judged again."""
+    scaler = LossScaler("dynamic", init_scale=8.0)
+    master, kept = [torch.empty(2)], [torch.full((2,), 4.0)]
+    scaler.unscale_with_stashed([torch.full((2,), 16.0, dtype=HALF)], kept, master, scale_override=scales)
+    assert torch.equal(master[0], torch.full((2,), expected)) and torch.equal(kept[0], torch.full((2,), 4.0))
+    scaler.unscale_with_stashed([torch.ones(2, dtype=HALF)], [torch.full((2,), math.inf)], kept)
+    assert scaler.has_fused_kernel and not scaler._overflow_buf.item() and not scaler.update_scale()
+    scaler.unscale_with_stashed([torch.full((2,), math.inf, dtype=HALF)], master, master)
+    assert scaler._overflow_buf.item() and scaler.update_scale()
+
+
 def test_float64_and_bfloat16_parameters_are_carried_along() -> None:
     for dtype in (torch.float64, torch.bfloat16):
         model = Weights().to(dtype)

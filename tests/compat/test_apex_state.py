@@ -17,11 +17,29 @@ from preamp.errors import PreampWarning
 
 from .toys import mlp, through_a_file, train
 
-KINDS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+
+class Wrapper:
+    """An optimizer around another, with few of its methods and states in a layout of its own."""
+
+    def __init__(self, params: Any) -> None:
+        self.inner = torch.optim.SGD(params, 0.1, momentum=0.9)
+        self.param_groups, self.state = self.inner.param_groups, self.inner.state
+        self.step, self.zero_grad = self.inner.step, self.inner.zero_grad
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"inner": self.inner.state_dict()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.inner.load_state_dict(state["inner"])
+        self.param_groups, self.state = self.inner.param_groups, self.inner.state
+
+
+KINDS: dict[str, Callable[[Any], Any]] = {
     "SGD": lambda p: torch.optim.SGD(p, 0.1, momentum=0.9),
     "AdamW": lambda p: torch.optim.AdamW(p, 1e-2, eps=1e-6),
     "AdamW fused": lambda p: torch.optim.AdamW(p, 1e-2, fused=True),
     "RMSprop": lambda p: torch.optim.RMSprop(p, 1e-3),
+    "wrapper": Wrapper,
 }
 
 
@@ -40,8 +58,10 @@ def all_of(optimizer: torch.optim.Optimizer) -> list[Tensor]:
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("order", ["model first", "optimizer first", "before initialize"])
 def test_resume_is_bit_for_bit(level: str, kind: str, order: str) -> None:
-    if level == "O3" and kind != "SGD":
+    if level == "O3" and kind not in ("SGD", "wrapper"):
         pytest.skip("squared gradients and an eps of 1e-8 are nothing in float16: O3 diverges, whatever is loaded")
+    if kind == "wrapper" and order == "before initialize" and level in ("O2", "O5"):
+        pytest.skip("only groups of torch's layout carry masters to an initialize that is yet to come")
     model, optimizer = made(level, kind)
     train(model, optimizer, 5)
     saved = through_a_file({"model": model.state_dict(), "optimizer": optimizer.state_dict(), "amp": amp.state_dict()})

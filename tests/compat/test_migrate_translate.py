@@ -219,7 +219,7 @@ STAYS = [
     (swapped(IMPORT, f"{IMPORT}\nfrom apex.mlp import MLP\nMLP([2])"), "MLP is no part"),
     (swapped(IMPORT, f"try:\n    {IMPORT}\nexcept ImportError:\n    pass"), "may fail"),
     (swapped(IMPORT, f"from apex.amp import *\n{IMPORT}"), "a star's"),
-    (swapped(IMPORT, "import importlib\namp = importlib.import_module('apex.amp')"), "is not in the function"),
+    (swapped(IMPORT, "import importlib\namp = importlib.import_module('apex.amp')"), "came by no import"),
     (swapped(STEP, f"{STEP}\n    print(amp.state_dict())"), "amp.state_dict is no part"),
     # names
     (swapped(IMPORT, f"{IMPORT}\nimport audio as preamp"), NAME),

@@ -120,8 +120,8 @@ class _Translation:
         script = self.script
         for each in self.references:
             code = script.code(each.node)
-            here = each.imported and script.frame(each.node) is self.place
-            need(here, each.node, f"{code} is not in the function that calls amp.initialize")
+            why = "is not in the function that calls amp.initialize" if each.imported else "came by no import"
+            need(each.imported and script.frame(each.node) is self.place, each.node, f"{code} {why}")
             small = next(x for x in script.around(each.node) if isinstance(x, _STATEMENT))
             if each.name.startswith("optimizers.Fused"):
                 self.kept.add(code.partition(".")[0])

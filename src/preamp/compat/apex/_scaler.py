@@ -21,15 +21,12 @@ class LossScaler:
     device, is what `update_scale` reads; scripts that reduce gradients by themselves put one of their own there.
     """
 
+    has_fused_kernel = True
+
     def __init__(
-        self,
-        loss_scale: float | str,
-        init_scale: float = 2.0**16,
-        scale_factor: float = 2.0,
-        scale_window: int = 2000,
-        min_loss_scale: float | None = None,
-        max_loss_scale: float = 2.0**24,
-    ) -> None:
+        self, loss_scale: float | str, init_scale: float = 2.0**16, scale_factor: float = 2.0,
+        scale_window: int = 2000, min_loss_scale: float | None = None, max_loss_scale: float = 2.0**24,
+    ) -> None:  # fmt: skip
         self.dynamic = loss_scale == "dynamic"
         self._loss_scale = float(min(max_loss_scale, init_scale)) if self.dynamic else float(loss_scale)
         self._max_loss_scale = max_loss_scale
@@ -49,13 +46,9 @@ class LossScaler:
         self._overflow_buf.zero_()
 
     def unscale(
-        self,
-        model_grads: Iterable[Tensor],
-        master_grads: Iterable[Tensor],
-        unused_scale: float | None = None,
-        models_are_masters: bool = False,
-        scale_override: float | None = None,
-    ) -> None:
+        self, model_grads: Iterable[Tensor], master_grads: Iterable[Tensor], unused_scale: float | None = None,
+        models_are_masters: bool = False, scale_override: float | None = None,
+    ) -> None:  # fmt: skip
         """Write `model_grads / scale` into `master_grads`, and note when a dynamic scale overflowed.
 
         Gradients: any floating dtype, pairwise of one shape; they may be the same tensors. The flag stays on the
@@ -73,6 +66,20 @@ class LossScaler:
             if self._overflow_buf.device != found.device:  # only what goes to the host has to be waited for
                 self._overflow_buf = self._overflow_buf.to(found.device, non_blocking=found.device.type != "cpu")
             self._overflow_buf.masked_fill_(found > 0, 1)
+
+    def unscale_with_stashed(
+        self, model_grads: Iterable[Tensor], stashed_master_grads: Iterable[Tensor], master_grads: Iterable[Tensor],
+        scale_override: tuple[float, float, float] | None = None,
+    ) -> None:  # fmt: skip
+        """Write `model_grads / scale + stashed_master_grads` into `master_grads`; only the former are judged.
+
+        `scale_override`: the scales of the two and of the sum, if not the present one, 1 and 1.
+        """
+        have, stashed_have, wanted = scale_override or (self._loss_scale, 1.0, 1.0)
+        kept = [gradient * (wanted / stashed_have) for gradient in stashed_master_grads]
+        self.unscale(model_grads, master := list(master_grads), scale_override=have / wanted)
+        if kept:
+            torch._foreach_add_(master, kept)
 
     def update_scale(self) -> bool:
         """Move a dynamic scale by what the gradients were like; True if the step must be skipped.

@@ -84,14 +84,9 @@ def _listed(given: Any, what: str) -> list[Any]:
 
 
 def _initialize(
-    models: Any,
-    optimizers: Any,
-    properties: Any,
-    num_losses: int = 1,
-    cast_model_outputs: torch.dtype | None = None,
-    wrapped: bool = False,
-    scale_bounds: tuple[float | None, float] = (None, 2.0**24),
-) -> Any:
+    models: Any, optimizers: Any, properties: Any, num_losses: int = 1, cast_model_outputs: torch.dtype | None = None,
+    wrapped: bool = False, scale_bounds: tuple[float | None, float] = (None, 2.0**24),
+) -> Any:  # fmt: skip
     """Cast models, process optimizers, make loss scales, patch torch; returns what it was given, in its form."""
     model_list = _listed(models, "model")
     optimizer_list = [] if optimizers is None else _listed(optimizers, "optimizer")
@@ -121,7 +116,7 @@ def _initialize(
         )
     _amp_state.loss_scalers, _amp_state.loaded_unused = scalers, False
     if properties.patch_torch_functions:
-        _patch_torch(model_list, optimizer_list, properties)
+        _patch_torch(model_list, properties)
     if optimizers is None:
         return models
     return models, optimizers
@@ -147,17 +142,11 @@ def _cast(models: list[Any], optimizers: list[Any], properties: Any, outputs: to
                 optimizer.load_state_dict(optimizer.state_dict())
 
 
-def _patch_torch(models: list[Any], optimizers: list[Any], properties: Any) -> None:
+def _patch_torch(models: list[Any], properties: Any) -> None:
     on_accelerator = any(p.device.type != "cpu" for model in models for p in model.parameters())
     low = properties.patch_torch_functions_type or torch.float16
-    handle = amp.init(
-        loss_scale=properties.loss_scale,
-        verbose=_amp_state.verbosity == 2,
-        patch_type=low,
-        takes_cpu=not on_accelerator,
-    )
-    for optimizer in optimizers:
-        optimizer._amp_stash.without_casts = handle
+    verbose = _amp_state.verbosity == 2
+    amp.init(loss_scale=properties.loss_scale, verbose=verbose, patch_type=low, takes_cpu=not on_accelerator)
 
 
 def close() -> None:

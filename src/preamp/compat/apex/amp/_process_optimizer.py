@@ -8,6 +8,7 @@ from __future__ import annotations
 import types
 from contextlib import nullcontext
 from functools import wraps
+from itertools import chain
 from typing import Any
 
 import torch
@@ -19,7 +20,7 @@ from ....ledger import parameters_of
 from .._masters import SAVED, Masters, clear_gradients, fitting, multiply_gradients
 from .._notice import warn
 from .._scaler import LossScaler
-from ._amp_state import maybe_print
+from ._amp_state import _amp_state, maybe_print
 from ._gradient_versions import GradientVersions
 from ._scaled_backward import Stash, add_pairwise, put_aside, put_back, unscale_and_add
 
@@ -64,8 +65,6 @@ class AmpOptimizerState(Masters):
         """The scale on the gradients while they stay scaled."""
         self.already_patched = False
         """Whether the next step is skipped."""
-        self.without_casts: Any = None
-        """The handle whose casts `step` runs without."""
         self._replaced: list[tuple[str, Any, Any]] = []
         self._reason = (0, 1.0)
         self._told = False
@@ -84,9 +83,9 @@ class AmpOptimizerState(Masters):
         self.lazy_init_called = True
 
     def _stepped(self) -> list[Parameter]:
-        """Those of the model's parameters that the optimizer steps itself: all that have no master."""
+        """What the optimizer steps: parameters of the model, and masters, which a penalty may give gradients."""
         self.lazy_init()
-        return self.all_fp32_from_fp32_params if self.master_weights else list(parameters_of(self._optimizer))
+        return list(parameters_of(self._optimizer))
 
     # -- around a backward pass
 
@@ -103,12 +102,10 @@ class AmpOptimizerState(Masters):
 
     def post_backward(self, scaler: LossScaler) -> None:
         """Unscale the gradients, and add those from before; with masters the model's 16-bit ones stay scaled."""
-        stepped = self._stepped()
-        if self.master_weights:
-            self._unscale_low(scaler)
-        unscale_and_add(stepped, self._aside, scaler)
+        unscale_and_add(self._stepped(), self._aside, scaler)
         self._aside = []
         if self.master_weights:
+            self._unscale_low(scaler)
             self.versions.record(self.all_fp16_params)
 
     def _unscale_low(self, scaler: LossScaler) -> None:
@@ -204,7 +201,7 @@ class AmpOptimizerState(Masters):
             self.check_gradients(stepping=True)
         if closure is not None:
             args = (closure, *args)
-        handle = self.without_casts
+        handle = getattr(_amp_state, "handle", None)
         with nullcontext() if handle is None else handle._disable_casts():
             result = inner(*args, **kwargs)
         if handle is not None:
@@ -234,18 +231,18 @@ class AmpOptimizerState(Masters):
         saved = inner(*args, **kwargs)
         if not self.all_fp32_from_fp16_params:
             return saved
-        groups = [
-            {**group, SAVED: [None if master is None else master.detach().clone() for master in masters]}
-            for group, masters in zip(saved["param_groups"], self._masters_by_group(), strict=True)
-        ]
+        masters = [[None if m is None else m.detach().clone() for m in group] for group in self._masters_by_group()]
+        if "param_groups" not in saved:  # a wrapper's own layout
+            return {**saved, SAVED: masters}
+        groups = [{**group, SAVED: own} for group, own in zip(saved["param_groups"], masters, strict=True)]
         return {**saved, "param_groups": groups}
 
     def load_state_dict(self, inner: Any, state_dict: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
         """The optimizer's own; state stays in float32, and masters are taken if there are any."""
         self.lazy_init()
-        groups = state_dict["param_groups"]
-        given = [saved for group in groups for saved in group.get(SAVED, [None] * len(group["params"]))]
-        pairs = fitting([master for masters in self._masters_by_group() for master in masters], given)
+        groups = state_dict.get("param_groups", self._optimizer.param_groups)
+        given = state_dict.get(SAVED) or [group.get(SAVED, [None] * len(group["params"])) for group in groups]
+        pairs = fitting(chain.from_iterable(self._masters_by_group()), chain.from_iterable(given))
         result = inner(state_dict, *args, **kwargs)
         for group in self._optimizer.param_groups:
             group.pop(SAVED, None)
@@ -267,7 +264,8 @@ class AmpOptimizerState(Masters):
             setattr(self._optimizer, name, getattr(self, method))
         self._replace("step")
         for name in ("zero_grad", "add_param_group", "state_dict", "load_state_dict") if self.master_weights else ():
-            self._replace(name)
+            if hasattr(self._optimizer, name):  # a wrapper that is no torch.optim.Optimizer may lack it
+                self._replace(name)
 
     def _replace(self, name: str) -> None:
         optimizer, own = self._optimizer, name in vars(self._optimizer)
@@ -310,8 +308,7 @@ def _process_optimizer(optimizer: Any, properties: Any) -> Any:
     return optimizer
 
 
-def adopt(optimizer: Any, handle: Any) -> None:
+def adopt(optimizer: Any) -> None:
     """The same for an optimizer that came to a handle's `scale_loss` without `initialize`; once."""
     if not hasattr(optimizer, "_amp_stash"):
         _process_optimizer(optimizer, types.SimpleNamespace(master_weights=False))
-        optimizer._amp_stash.without_casts = handle

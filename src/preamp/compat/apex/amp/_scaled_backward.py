@@ -28,12 +28,9 @@ def as_list(optimizers: Any) -> list[Any]:
 
 @contextmanager
 def scaled_backward(
-    scaler: LossScaler,
-    optimizers: Sequence[Any],
-    loss_id: int,
-    delay_unscale: bool = False,
+    scaler: LossScaler, optimizers: Sequence[Any], loss_id: int, delay_unscale: bool = False,
     delay_overflow_check: bool = False,
-) -> Iterator[None]:
+) -> Iterator[None]:  # fmt: skip
     """Around the backward pass of a scaled loss, for optimizers that `initialize` has seen.
 
     When the body raises, gradients that were put aside are put back and the scale stays.

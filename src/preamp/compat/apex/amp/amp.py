@@ -29,6 +29,13 @@ _USER_CAST_REGISTRY: set[tuple[Any, str, str]] = set()
 _USER_PROMOTE_REGISTRY: set[tuple[Any, str]] = set()
 
 
+def __getattr__(name: str) -> Any:
+    """What else Apex has in this module: `initialize` and all of `frontend`, which imports this one."""
+    from . import frontend
+
+    return getattr(frontend, name)
+
+
 def _casting(kind: str) -> Any:
     return lambda handle, name: wrap.casting(handle, name, handle.half_type if kind == "half" else torch.float32)
 
@@ -154,6 +161,7 @@ def _patch(handle: AmpHandle, allow_banned: bool) -> None:
     put(wrap.writing, tensor, _in_place(tensor_overrides.FP32_FUNCS), full)
     put(wrap.writing, tensor, _in_place([*tensor_overrides.FP16_FUNCS, *tensor_overrides.CASTS, *_UNMIXED[-1][1]]))
     wrap.whitelist_rnn_cells(handle)
+    wrap.clear_after_backward(handle)
     for each in lists:
         for name, message in each.BANNED_FUNCS:
             way, option = (wrap.casting, full) if allow_banned else (wrap.refusing, message)

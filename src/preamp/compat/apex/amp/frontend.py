@@ -42,6 +42,8 @@ _OF_CASTED_MODELS = ("cast_model_type", "keep_batchnorm_fp32", "master_weights")
 
 def _checked(properties: Any, name: str, value: Any) -> Any:
     """The value to set an option to."""
+    if isinstance(value, str) and value in ("True", "False"):  # what argparse makes of it
+        value = value == "True"
     patches = properties.opt_level in ("O1", "O4")
     full = name == "cast_model_type" and (value is False or value is torch.float32)
     if patches and value is not None and not full and name in _OF_CASTED_MODELS:
@@ -54,8 +56,6 @@ def _checked(properties: Any, name: str, value: Any) -> Any:
     if name == "cast_model_type" and isinstance(value, str):
         raise ValueError(f"cast_model_type must be a torch.dtype, False or None, not {value!r}; write torch.float16")
     if name == "keep_batchnorm_fp32":
-        if isinstance(value, str) and value in ("True", "False"):  # what argparse makes of it
-            return value == "True"
         assert value in (True, False, None), (
             "keep_batchnorm_fp32 must be a boolean, the string 'True' or 'False', or None, "
             f"found keep_batchnorm_fp32={value}"
@@ -108,6 +108,8 @@ opt_levels = {
         ),
     )
 }  # fmt: skip
+
+O0, O1, O2, O3, O4, O5 = opt_levels.values()
 
 
 def initialize(

@@ -18,13 +18,9 @@ from .wrap import Casts
 
 @contextmanager
 def scale_loss(
-    loss: Any,
-    optimizers: Any,
-    loss_id: int = 0,
-    model: Any = None,
-    delay_unscale: bool = False,
+    loss: Any, optimizers: Any, loss_id: int = 0, model: Any = None, delay_unscale: bool = False,
     delay_overflow_check: bool = False,
-) -> Iterator[Any]:
+) -> Iterator[Any]:  # fmt: skip
     """Yield the loss in float32 times its scale; afterwards the gradients of `optimizers` are true ones.
 
     `loss`: a tensor of any shape. `optimizers`: those whose parameters this loss has gradients for, one or a list.
@@ -40,22 +36,19 @@ def scale_loss(
             "Invoked 'with amp.scale_loss`, but internal Amp state has not been initialized. "
             "Call `model, optimizer = amp.initialize(model, optimizer, opt_level='O1')` before it."
         )
-    if not _amp_state.opt_properties.enabled:
+    chosen = as_list(optimizers)
+    masters = _amp_state.opt_properties.master_weights or any(  # a later initialize, of another model, may have none
+        getattr(getattr(each, "_amp_stash", None), "master_weights", False) for each in chosen
+    )
+    if not _amp_state.opt_properties.enabled and not masters:
         yield loss
         return
     scaler, _amp_state.loaded_unused = _amp_state.loss_scalers[loss_id], False
-    chosen = as_list(optimizers)
-    handle = getattr(_amp_state, "handle", None)
-    try:
-        masters = _amp_state.opt_properties.master_weights
-        if not masters and not scaler.dynamic and scaler.loss_scale() == 1.0:
-            yield loss.float()
-        else:
-            with scaled_backward(scaler, chosen, loss_id, delay_unscale, delay_overflow_check):
-                yield loss.float() * scaler.loss_scale()
-    finally:
-        if handle is not None:
-            handle._clear_cache()  # what was cast in this iteration has had its backward pass
+    if not masters and not scaler.dynamic and scaler.loss_scale() == 1.0:
+        yield loss.float()
+        return
+    with scaled_backward(scaler, chosen, loss_id, delay_unscale, delay_overflow_check):
+        yield loss.float() * scaler.loss_scale()
 
 
 def disable_casts() -> AbstractContextManager[None]:
@@ -92,12 +85,9 @@ class AmpHandle(Casts):
             yield loss
             return
         for optimizer in optimizers:
-            adopt(optimizer, self)
-        try:
-            with scaled_backward(scaler, optimizers, loss_id):
-                yield loss.float() * scaler.loss_scale()
-        finally:
-            self._clear_cache()
+            adopt(optimizer)
+        with scaled_backward(scaler, optimizers, loss_id):
+            yield loss.float() * scaler.loss_scale()
 
 
 class NoOpHandle(AmpHandle):

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
+from torch.utils.data._utils import worker
 
 from ....autocast import PRODUCTS
 from ....formats import LOW_DTYPES
@@ -64,15 +65,15 @@ class Casts:
             self._is_active = before
 
     def takes(self, x: Tensor) -> bool:
-        """Whether a tensor is on a device where casts happen."""
-        return self.takes_cpu or x.device.type != "cpu"
+        """Whether a tensor is on a device where casts happen; in a DataLoader's workers all on the CPU is data."""
+        return x.device.type != "cpu" or (self.takes_cpu and worker._worker_info is None)
 
     def caster(self, dtype: torch.dtype, name: str = "") -> Caster:
         """A cast of a floating tensor to `dtype`, if casts are for it. `name`: the function that they are told of with.
 
-        That of a float32 parameter to 16 bits is made once until it is written, stepped, or `scale_loss` ends. Not kept
-        where no gradient is recorded: such a copy would be found by the next training pass, without its gradient; and
-        weights that are swapped for evaluation are written in ways that leave no trace.
+        That of a float32 parameter to 16 bits is made once until it is written, or stepped, or a backward pass ends,
+        after which loops write to `.data`, without a trace. Not kept where no gradient is recorded: such a copy would
+        be found by the next training pass, without its gradient; and weights are swapped for evaluation by `.data`.
         """
         keeps = self.has_cache and dtype is self.half_type
 
@@ -80,7 +81,7 @@ class Casts:
             if x.dtype is dtype or not self.takes(x):
                 return x
             kept = keeps and isinstance(x, Parameter) and x.dtype is torch.float32 and x.requires_grad
-            kept = kept and torch.is_grad_enabled() and not torch.compiler.is_compiling()
+            kept = kept and torch.is_grad_enabled() and not (torch.compiler.is_compiling() or torch._C._is_tracing())
             stamp = (x._version, x.data_ptr()) if kept else None
             if kept and self._stamps.get(x) == stamp:
                 return self.cache[x]
@@ -159,12 +160,32 @@ def patch(module: Any, name: str, prepare: Prepare, handle: Casts) -> None:
 
     @functools.wraps(function)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
-        if handle._is_active:
-            args, kwargs = prepare(args, kwargs)
-        return function(*args, **kwargs)
+        if not handle._is_active:
+            return function(*args, **kwargs)
+        args, new = prepare(args, kwargs)
+        result = function(*args, **new)
+        if kwargs and isinstance(out := kwargs.get("out"), Tensor) and result is not out:  # what was written is a cast
+            return out.resize_(result.shape).copy_(result)
+        return result
 
     handle._save_func(module, name)
     setattr(module, name, wrapper)
+
+
+def clear_after_backward(handle: Casts) -> None:
+    """Have all backward passes, of `torch.autograd.grad` too, end with an empty cache."""
+    name = "_engine_run_backward"
+    function = getattr(torch.autograd, name)
+
+    @functools.wraps(function)
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return function(*args, **kwargs)
+        finally:
+            handle._clear_cache()
+
+    handle._save_func(torch.autograd, name)
+    setattr(torch.autograd, name, wrapper)
 
 
 # -- ways to prepare the arguments of the function of a name

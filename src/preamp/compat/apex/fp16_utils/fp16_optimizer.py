@@ -32,13 +32,9 @@ class FP16_Optimizer(Masters):
     """
 
     def __init__(
-        self,
-        init_optimizer: Optimizer,
-        static_loss_scale: float = 1.0,
-        dynamic_loss_scale: bool = False,
-        dynamic_loss_args: dict[str, Any] | None = None,
-        verbose: bool = True,
-    ) -> None:
+        self, init_optimizer: Optimizer, static_loss_scale: float = 1.0, dynamic_loss_scale: bool = False,
+        dynamic_loss_args: dict[str, Any] | None = None, verbose: bool = True,
+    ) -> None:  # fmt: skip
         print("Warning:  FP16_Optimizer is deprecated and dangerous, and will be deleted soon.")
         deprecated_warning(
             "FP16_Optimizer is deprecated in Apex: preamp.prepare(model, optimizer, policy='O2') keeps masters too, "

@@ -66,11 +66,7 @@ def mixed_dtype_fused_layer_norm_affine(
 
 
 def fused_rms_norm_affine(
-    input: Tensor,
-    weight: Tensor | None,
-    normalized_shape: Shape,
-    eps: float = 1e-6,
-    memory_efficient: bool = False,
+    input: Tensor, weight: Tensor | None, normalized_shape: Shape, eps: float = 1e-6, memory_efficient: bool = False
 ) -> Tensor:
     """RMS norm (Zhang and Sennrich 2019) over the last dimensions, times `weight`; see `fused_layer_norm_affine`."""
     return _normed(torch.rms_norm, input, (weight,), normalized_shape, eps, mixed=False)
@@ -82,11 +78,7 @@ def fused_rms_norm(input: Tensor, normalized_shape: Shape, eps: float = 1e-6, me
 
 
 def mixed_dtype_fused_rms_norm_affine(
-    input: Tensor,
-    weight: Tensor,
-    normalized_shape: Shape,
-    eps: float = 1e-6,
-    memory_efficient: bool = False,
+    input: Tensor, weight: Tensor, normalized_shape: Shape, eps: float = 1e-6, memory_efficient: bool = False
 ) -> Tensor:
     """RMS norm whose result has the dtype of `weight`, which may be another than that of `input`."""
     return _normed(torch.rms_norm, input, (weight,), normalized_shape, eps, mixed=True)
@@ -159,6 +151,8 @@ def _all_to(params: Sequence[Tensor | None], dtype: torch.dtype) -> list[Tensor 
 
 class _Fused:
     """The constructor of both kinds of layers."""
+
+    memory_efficient = False  # of layers that Apex pickled before it had this
 
     def __init__(
         self, normalized_shape: Any, eps: float = 1e-5, elementwise_affine: bool = True, memory_efficient: bool = False

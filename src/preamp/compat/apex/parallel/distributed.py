@@ -182,7 +182,11 @@ class DistributedDataParallel(nn.Module):
         self._enabled = True
 
     def disable_allreduce(self) -> None:
-        """Let gradients accumulate on each rank alone until `enable_allreduce()`. All ranks have to call both alike."""
+        """Let gradients accumulate on each rank alone until `enable_allreduce()`. All ranks have to call both alike.
+
+        At O1 and O2, write `amp.scale_loss(..., delay_unscale=True)` meanwhile: else earlier gradients are put aside
+        while the last pass is reduced.
+        """
         self._enabled = False
 
     def __getstate__(self) -> dict[str, Any]:

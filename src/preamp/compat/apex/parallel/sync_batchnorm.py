@@ -118,21 +118,15 @@ class SyncBatchNorm(_BatchNorm):
     torch's channels_last memory format have theirs on axis 1). `fuse_relu`: ReLU after everything else.
     """
 
-    process_group: Group
-    channel_last: bool
-    fuse_relu: bool
+    process_group: Group = None  # these are what layers have that Apex pickled before it had them
+    channel_last: bool = False
+    fuse_relu: bool = False
 
     def __init__(
-        self,
-        num_features: int,
-        eps: float = 1e-5,
-        momentum: float | None = 0.1,
-        affine: bool = True,
-        track_running_stats: bool = True,
-        process_group: Group = None,
-        channel_last: bool = False,
+        self, num_features: int, eps: float = 1e-5, momentum: float | None = 0.1, affine: bool = True,
+        track_running_stats: bool = True, process_group: Group = None, channel_last: bool = False,
         fuse_relu: bool = False,
-    ) -> None:
+    ) -> None:  # fmt: skip
         super().__init__(num_features, eps, momentum, affine, track_running_stats)
         self.process_group = process_group
         self.channel_last = channel_last
