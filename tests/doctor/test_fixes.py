@@ -29,10 +29,10 @@ EVERY_TIME = frozenset({"arc_margin", "bins_of_rounded_returns", "normalize_of_z
 WITH_FIX = (
     "arc_margin", "bins_of_rounded_returns", "checkpointed_gelu_by_hand", "degrees_counted_in_bf16", "entropy_of_half",
     "gumbel_in_half", "hmm_forward", "isolated_nodes", "kl_of_half_logprobs", "linear_attention_overflow",
-    "linear_biases_in_bf16", "log1p_of_clamped", "minmax_of_equal_scores", "mish_by_hand",
-    "mmd_of_expanded_distances", "narrow_policy",
-    "normalize_of_zeros", "quiet_channel_quantized", "rotary_in_bf16", "sampled_coordinates", "sampler_of_bf16_alphas",
-    "sinkhorn_by_hand", "squashed_action", "ssim_in_region", "static_scale_on_half_loss", "variance_squared_to_zero",
+    "linear_biases_in_bf16", "log1p_of_clamped", "minmax_of_equal_scores", "mish_by_hand", "mmd_of_expanded_distances",
+    "narrow_policy", "normalize_of_zeros", "quiet_channel_quantized", "rotary_in_bf16", "sampled_coordinates",
+    "sampler_of_bf16_alphas", "sinkhorn_by_hand", "squashed_action", "ssim_in_region", "static_scale_on_half_loss",
+    "variance_squared_to_zero",
 )  # fmt: skip
 
 

@@ -16,7 +16,7 @@ def precompute(dim, n, base=10000):
 
 
 class Block(nn.Module):
-    def __init__(self, d=16, n=4000):
+    def __init__(self, d=16, n=1200):
         super().__init__()
         self.emb, self.q, self.o = nn.Embedding(32, d), nn.Linear(d, d), nn.Linear(d, 32)
         self.cos, self.sin = precompute(d, n)
@@ -32,7 +32,7 @@ torch.set_default_dtype(torch.bfloat16)
 model = Block()
 opt = torch.optim.Adam(model.parameters(), lr=1e-2, eps=1e-6)
 for _step in range(3):
-    ids = torch.randint(0, 32, (1, 4000))
+    ids = torch.randint(0, 32, (1, 1200))
     loss = F.cross_entropy(model(ids).float().flatten(0, 1), ids.flatten())
     opt.zero_grad()
     loss.backward()

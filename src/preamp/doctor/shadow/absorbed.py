@@ -22,7 +22,7 @@ from ..measure import key_of
 from ..operators import Call, Observer, base_of
 from ..places import Place, written_by
 from ..records import Line
-from ..statements import dotted, statement_at
+from ..statements import Statement, dotted, parsed, statement_at
 from .facts import Absorbed
 from .values import relative_error
 
@@ -208,13 +208,18 @@ def _may_be_a_sum(name: str, tensor: Tensor) -> bool:
 
 
 def _replaces(line: Line) -> bool:
-    """Whether what a line assigns takes the place of what it reads, as `e = {k: e[k] + x[k] for ...}` does."""
-    statement = statement_at(line)
-    target = statement.node.targets[0] if statement and isinstance(statement.node, ast.Assign) else None
+    """Whether what a training loop assigns takes the place of what it reads: `e = {k: e[k] + x[k] for ...}`."""
+    statement, number = statement_at(line), line[1] or 0
+    if statement is None or not isinstance(statement.node, ast.Assign):
+        return False
+    target = statement.node.targets[0]
     while isinstance(target, ast.Subscript):
         target = target.value
-    name = None if target is None else dotted(target)
-    return statement is not None and any(read.partition("[")[0] == name for read in statement.reads())
+    name, within = dotted(target) or "", ast.walk(parsed(statement.file) or statement.node)
+    loops = [n for n in within if isinstance(n, (ast.For, ast.While)) and n.lineno <= number <= (n.end_lineno or 0)]
+    # `x = x + block(x)`, in a function or a loop over blocks, begins anew with each call
+    lasts = "." in name or (bool(loops) and Statement(loops[-1], ()).goes_back)
+    return lasts and any(read.partition("[")[0] == name for read in statement.reads())
 
 
 def _moments_of(optimizer: Optimizer) -> Iterator[tuple[int, int]]:
