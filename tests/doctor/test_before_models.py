@@ -182,6 +182,32 @@ class Adam(torch.optim.Optimizer):
             p -= 1e-3 * m / (v.sqrt() + 1e-8)  # here
 
 
+class AdamOfTensors(Adam):
+    """Its rate of decay has the dtype of the weights: in bfloat16 it is 1."""
+
+    @torch.no_grad()
+    def step(self) -> None:  # type: ignore[override]
+        for p in self.param_groups[0]["params"]:
+            b = torch.tensor(0.999, dtype=p.dtype)
+            s = self.state[p]
+            s["v"] = (1 - b) * p.grad**2  # here
+            p -= 1e-3 * p.grad / (s["v"].sqrt() + 1e-4)
+
+
+def test_a_fix_that_was_not_tried_begins_where_numbers_were_rounded() -> None:
+    torch.manual_seed(0)
+    model = nn.Linear(16, 4).to(BF16)
+    with preamp.doctor.watch(model) as seen:
+        optimizer = AdamOfTensors(model.parameters())
+        for _ in range(2):
+            model(torch.randn(32, 16, dtype=BF16)).float().square().mean().backward()
+            optimizer.step()
+    (finding, *_) = [one for one in seen.findings if one.line == line_of(AdamOfTensors, "# here")]
+    fix = str(finding.fix)
+    assert "b = torch.tensor(0.999, dtype=torch.float32)" in fix and "# not tried: " in fix
+    assert 's["v"] = (1 - b.float()) * p.grad.float()**2' in fix
+
+
 @pytest.mark.parametrize("dtype", [HALF, torch.float32])
 def test_the_step_of_an_optimizer_that_somebody_wrote(dtype: torch.dtype) -> None:
     torch.manual_seed(0)

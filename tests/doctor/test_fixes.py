@@ -6,6 +6,7 @@ import math
 import os
 import re
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from preamp.doctor.shadow.remedies import Remedy, candidates
+from preamp.doctor.places import Place
+from preamp.doctor.shadow.remedies import Remedy, candidates, run_kept
 from preamp.doctor.shadow.source import Function, Reading, Readings, in_float32, read_in
 from preamp.doctor.statements import default_of, frame_of, going_on_in_float32, statement_at  # fmt: skip
 
@@ -26,10 +28,11 @@ EVERY_TIME = frozenset({"arc_margin", "bins_of_rounded_returns", "normalize_of_z
 """The others take minutes together and run with `./dev test --all`."""
 WITH_FIX = (
     "arc_margin", "bins_of_rounded_returns", "checkpointed_gelu_by_hand", "degrees_counted_in_bf16", "entropy_of_half",
-    "gumbel_in_half", "hmm_forward", "kl_of_half_logprobs", "linear_attention_overflow", "linear_biases_in_bf16",
-    "log1p_of_clamped", "minmax_of_equal_scores", "mish_by_hand", "mmd_of_expanded_distances", "normalize_of_zeros",
-    "quiet_channel_quantized", "rotary_in_bf16", "sampled_coordinates", "sampler_of_bf16_alphas", "sinkhorn_by_hand",
-    "squashed_action", "ssim_in_region", "variance_squared_to_zero",
+    "gumbel_in_half", "hmm_forward", "isolated_nodes", "kl_of_half_logprobs", "linear_attention_overflow",
+    "linear_biases_in_bf16", "log1p_of_clamped", "minmax_of_equal_scores", "mish_by_hand", "mmd_of_expanded_distances",
+    "narrow_policy", "normalize_of_zeros", "quiet_channel_quantized", "rotary_in_bf16", "sampled_coordinates",
+    "sampler_of_bf16_alphas", "sinkhorn_by_hand", "squashed_action", "ssim_in_region", "static_scale_on_half_loss",
+    "variance_squared_to_zero",
 )  # fmt: skip
 
 
@@ -49,7 +52,7 @@ def test_a_pasted_fix_cures(name: str, tmp_path: Path) -> None:
     wanted, text = disease(script), script.read_text(encoding="utf-8")
     report, _ = doctor(script, tmp_path / "sick")
     (finding, *_) = [one for one in report["findings"] if wanted.met_by(one) and "\n# tried: " in (one["fix"] or "")]
-    assert finding["evidence"]["tried"] in finding["fix"]
+    assert finding["evidence"]["tried"] in finding["fix"] and "-> inf" not in finding["fix"]
 
     cured = tmp_path / "cured.py"
     cured.write_text(pasted(text, finding["line"], finding["fix"]), encoding="utf-8")
@@ -219,13 +222,14 @@ def test_a_statement_without_its_cast(tmp_path: Path, text: str, wanted: str | N
         ("x[m] += y", "x[m] += y.float()"),
         ("self.b.data = x.log()", "self.b.data = x.float().log()"),
         ("x.mul_(y)", "x.mul_(y.float())"),
+        ("s['v'] = s['v'] * x", "s['v'] = s['v'].float() * x.float()"),
         ("torch.add(x, y, out=z)", "torch.add(x.float(), y.float(), out=z)"),
         ("d = torch.zeros_like(x).index_add_(0, i, y)", "d = torch.zeros_like(x.float()).index_add_(0, i, y.float())"),
     ],
 )
 def test_what_is_written_stays_itself(tmp_path: Path, text: str, wanted: str) -> None:
     """A cast of what a statement writes is a copy, and what is written into it is lost: better no fix than that one."""
-    found = in_float32(at(tmp_path, f"import torch\n{text}\n", 2), low("x", "y", "z", "self.b"), {})
+    found = in_float32(at(tmp_path, f"import torch\n{text}\n", 2), low("x", "y", "z", "self.b", "s['v']"), {})
     assert found in (wanted, None)
 
 
@@ -304,6 +308,29 @@ def test_what_it_reads_where_it_runs() -> None:
     Own().run(torch.ones(2, dtype=torch.bfloat16), (torch.ones(2), torch.ones(2).half()))
     assert found == [low("x", "y[1]", "self.low", **{"self.eps['a']": 1e-6})]
     assert frame_of((__file__, 1), sys._getframe()) is None
+
+
+@pytest.mark.parametrize(("source", "is_hidden"), [
+    ("half[0](x)", True), ("half[i](x)", True), ("full[i](x)", False), ("policy.log_prob(x)", True), ("x + y", False),
+])  # fmt: skip
+def test_numbers_that_no_text_makes_float32(tmp_path: Path, source: str, is_hidden: bool) -> None:
+    """16-bit weights of a layer in a list, and what a distribution keeps: casts of operands do not reach them."""
+    half, full = (torch.nn.ModuleList([torch.nn.Linear(2, 2, dtype=d)]) for d in (torch.float16, torch.float32))
+    i, policy, x, y = 0, torch.distributions.Normal(torch.zeros(2).half(), 1.0), torch.ones(2).half(), 1.0
+    statement = at(tmp_path, f"z = {source}\n", 1)
+    assert half is not full and policy and x.numel() and y and i == 0
+    assert read_in(sys._getframe(), statement).calls_module == is_hidden
+
+
+@pytest.mark.parametrize("is_called", [False, True])
+def test_two_dtypes_within_what_a_line_calls(is_called: bool) -> None:
+    """A cast at the end of a line comes too late for the function that the line calls."""
+    caller, inside = ("s.py", 9), Place(None, "s.py", 3, "forward")
+    remedy, operands = Remedy((caller,), casts="dropped"), (torch.ones(2, 2), torch.ones(2, 2).half())
+    within = Function("s.py", 2, 4, caller) if is_called else None
+    with pytest.raises(RuntimeError) if is_called else nullcontext():
+        out = run_kept(torch.ops.aten.mm.default, operands, {}, remedy, inside, within)
+        assert out.dtype is torch.float16 and remedy.back == [torch.float16]
 
 
 def test_the_text_of_a_remedy(tmp_path: Path) -> None:

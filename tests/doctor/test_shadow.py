@@ -273,6 +273,9 @@ def test_an_angle_of_a_large_number() -> None:
     (fact,) = facts_of(lambda: torch.arange(0.0, 2000.0).bfloat16().sin())
     assert (fact.kind, fact.op, fact.code) == ("made", "sin", "PA114")
     assert facts_of(lambda: torch.arange(0.0, 100.0).bfloat16().sin()) == []
+    low = 10000 ** -(torch.arange(16) / 16)
+    (fact,) = facts_of(lambda: torch.outer(torch.arange(3000.0), low.bfloat16().float()).cos())  # a few of 16 columns
+    assert (fact.code, fact.dtype) == ("PA114", "fp32") and 0.1 < fact.error < 0.25
 
 
 def test_not_finite_is_no_fact_while_it_shows() -> None:
@@ -399,6 +402,9 @@ SILENT: dict[str, Callable[[], Any]] = {
     "what has no shadow": _others,
     "exp in float32": lambda: torch.full((4,), 100.0).exp().reciprocal(),
     "exp that float32 would not bear either": lambda: torch.full((4,), 100.0, dtype=HALF).exp().reciprocal(),
+    "what was drawn around a rounded mean": lambda: (
+        (torch.normal(mean := torch.randn(64).bfloat16().float(), torch.full((64,), 1e-4)) - mean).abs().log()
+    ),
     "a comparison far from ties": lambda: torch.randn(512).bfloat16() > 0,
     "infinity that came in": lambda: torch.tensor([math.inf, 1.0], dtype=HALF).reciprocal(),
     "NaN that came in": lambda: torch.nan_to_num(torch.tensor([math.nan, 1.0], dtype=HALF)),
@@ -521,6 +527,30 @@ def test_new_numbers_that_take_the_place_of_old_ones() -> None:
 
     found = [(event.op, event.moved, event.stayed, event.goes_on) for event in changes_of(step)]
     assert found == [("add", 3, 3, True), ("mul", 24, 24, True), ("add", 24, 24, True), ("add", 3, 3, False)]
+
+
+def test_an_average_that_is_made_anew_takes_the_place_of_the_old_one() -> None:
+    average = {"w": torch.full((32,), 1024.0, dtype=BF16)}
+    one, weight, x = torch.ones(32, dtype=BF16), torch.ones(1, requires_grad=True), average["w"].clone()
+
+    def step(_: Changes) -> None:
+        nonlocal average, x
+        for _ in range(1):
+            weight.sum().backward()  # type: ignore[no-untyped-call]
+            average = {name: each + one for name, each in average.items()}
+            other = average["w"] + one
+            for block in (one,):
+                x = x + block
+            del other
+
+    found = [(event.stayed, event.goes_on) for event in changes_of(step)]
+    assert [each for each in found if each[0]] == [(32, True), (32, False), (32, False)]
+
+
+def test_a_factor_is_no_epsilon() -> None:
+    x = torch.ones(4, dtype=HALF)
+    shadowed, _ = watched(lambda: 1e-5 * x / 2e-5 + (x + 1e-6) * (1 - 1e-6))
+    assert sorted(n for many in shadowed.constants.values() for n in many) == [1e-6, 1 - 1e-6]
 
 
 def test_sums_in_graphs_and_of_whole_models_are_left_alone() -> None:

@@ -16,14 +16,12 @@ from .places import Place
 
 _BOUNDS = frozenset({"clamp", "clamp_min", "clamp_max", "clip", "hardtanh", "tanh"})
 """Operators that mean a size: of a gradient that is too large by a factor they make another one."""
-
-
 _MEASURES = frozenset({"linalg_vector_norm", "norm", "_foreach_norm", "pow", "square", "sum", "max", "amax", "abs"})
 _CHANGES = frozenset({"mul", "div", "copy", "_foreach_mul", "_foreach_div"})
 """Operators that measure a gradient, and that change one: in place after the others, by what was measured."""
-_LOOKS = frozenset(
-    {"view", "_unsafe_view", "detach", "alias", "_to_copy", "t", "transpose", "permute", "slice", "select"}
-)
+_LOOKS = frozenset({
+    "view", "_unsafe_view", "detach", "alias", "_to_copy", "t", "transpose", "permute", "slice", "select",
+})  # fmt: skip
 """Operators that hand numbers on."""
 
 

@@ -110,12 +110,7 @@ def _report(
     model: nn.Module, policy: Policy, findings: tuple[Finding, ...], products: Products | None, ended: Exception | None
 ) -> Report:
     name = policy.level or str(policy)
-    environment = {
-        "model": type(model).__name__,
-        "policy": name,
-        "device": _device_type_of(model),
-        "torch": torch.__version__,
-    }
+    kind, device = type(model).__name__, _device_type_of(model)
     data: dict[str, Any] = {}
     if ended is not None:
         summary = f"The example did not come to its end: {ended}."
@@ -125,14 +120,14 @@ def _report(
         data = {"flops": products.flops, "low share of flops": products.low_share}
         share = "none" if products.low_share is None else f"{products.low_share:.1%}"
         summary = f"One forward pass was observed; 16-bit share of the FLOPs of its matrix products: {share}."
-    if environment["device"] == "cpu" and policy.compute in LOW_DTYPES:
+    if device == "cpu" and policy.compute in LOW_DTYPES:
         summary += f" {cpu_arithmetic()}"
     return Report(
-        f"Examination of {type(model).__name__} under {name}",
+        f"Examination of {kind} under {name}",
         _verdict(findings, name),
         (Section("Findings", "" if findings else "Nothing was found.", findings),),
         summary=summary,
-        environment=environment,
+        environment={"model": kind, "policy": name, "device": device, "torch": torch.__version__},
         data=data,
         status=None if any(f.severity != "info" for f in findings) else "good",
     )

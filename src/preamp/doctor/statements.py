@@ -48,8 +48,9 @@ class Statement:
                 elif spelled is None:
                     visit(node.value if isinstance(node, ast.Attribute) else node)
             else:
-                if isinstance(node, ast.Subscript) and isinstance(node.slice, ast.Constant) and dotted(node.value):
-                    found.setdefault(ast.unparse(node), []).append(node)
+                match node:
+                    case ast.Subscript(value=value, slice=ast.Constant(), ctx=ast.Load()) if dotted(value):
+                        found.setdefault(ast.unparse(node), []).append(node)
                 for child in ast.iter_child_nodes(node):
                     visit(child)
 
@@ -75,9 +76,10 @@ class Statement:
         return any(isinstance(each, ast.Attribute) and each.attr in ("backward", "step", "grad") for each in called)
 
     def calls(self) -> list[str]:
-        """The names of what it calls."""
-        called = [dotted(node.func) for node in ast.walk(self.node) if isinstance(node, ast.Call)]
-        return [name for name in called if name is not None]
+        """What it calls: names, and parts of lists ("self.layers[0]")."""
+        called = [node.func for node in ast.walk(self.node) if isinstance(node, ast.Call)]
+        parts = [one for one in called if isinstance(one, ast.Subscript) and dotted(one.value)]
+        return [name for name in map(dotted, called) if name is not None] + [*map(ast.unparse, parts)]
 
     def casts(self) -> list[tuple[ast.Call, ast.expr]]:
         """Calls that may cast, each with what it casts."""

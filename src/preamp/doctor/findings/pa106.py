@@ -50,7 +50,6 @@ class PA106(Check):
             )
         for place, op in handled.bounded[:1]:
             yield self._clipped(f"a hook with {op}", handled.backward_scale, place.own or NOWHERE, _FIXES["hook"])
-
         for place, op, scale in handled.used[:1]:
             yield self.finding(
                 "error",

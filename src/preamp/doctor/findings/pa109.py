@@ -34,17 +34,14 @@ class PA109(Check):
             self._foreign.setdefault(event.dtype, event.at)
         self._regions = [*self._regions[-_REMEMBERED:], event]
         if event.requested and not event.enabled and event.at[0] is not None:
+            seen = {"device type": event.device_type, "dtype": str(event.dtype), "CUDA": torch.cuda.is_available()}
             yield self.finding(
                 "warning",
                 f"autocast({event.device_type!r}) was asked for and torch has switched it off: this machine cannot, so "
                 "everything inside runs in float32",
                 _REGION,
                 at=event.at,
-                evidence={
-                    "device type": event.device_type,
-                    "dtype": str(event.dtype),
-                    "CUDA": torch.cuda.is_available(),
-                },
+                evidence=seen,
             )
 
     @on(RanInThread)

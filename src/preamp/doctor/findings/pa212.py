@@ -58,6 +58,8 @@ class PA212(Check):
         fix = in_float32(event)
         if event.buffer is not None:
             what = "numbers of a buffer"
+        elif event.is_weight:
+            what, fix = "weights", "# keep them in float32: model.float(), and torch.autocast where it computes"
         elif event.op in ("mul", "lerp") or event.parameters or (event.moved >= TENSOR and not of_one):
             what = "numbers of an average"
             is_model = event.parameters or isinstance(event.last(), Parameter)
@@ -104,8 +106,9 @@ def in_float32(event: Absorbed) -> str | None:
             "for part in model.modules():  # after the cast of the model\n"
             f"    if hasattr(part, {name!r}):\n        part.{name} = part.{name}.float()\n{tried}"
         )
-    if event.parameters and event.module:
-        return f"model.get_submodule({event.module!r}).float()  # after the cast of the model\n{tried}"
+    if event.parameters:
+        part = f"model.get_submodule({event.module!r})" if event.module else "model"
+        return f"{part}.float()  # after the cast of the model\n{tried}"
     statement = statement_at(event.at)
     text = None if statement is None else going_on_in_float32(statement, event.adds_tensor)
     return None if text is None else f"{text}\n{tried}"

@@ -103,6 +103,9 @@ def _find_owners(event: Absorbed, run: Run) -> None:
     optimizer = event.optimizer
     if optimizer is not None and (event.is_moment or is_well_known(optimizer)):
         event.made_at = run.place_of(optimizer)
+    if optimizer is None and not event.is_gradient:
+        stepped = [p for one in run.optimizers.values() for group in one.param_groups for p in group["params"]]
+        event.is_weight = any(p is event.last() or key_of(p) in event.storages for p in stepped)
     if event.is_gradient:
         event.made_at = run.backward_at
 

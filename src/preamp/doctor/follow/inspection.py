@@ -79,7 +79,7 @@ class Inspection:
                 self._telemetry.close()
             return
         regions, compiled = regions_entered(), self._precision.compiled
-        if self._changes is None and turn % self.every == 0:
+        if self._changes is None and (turn == 0 or (turn + 1) % self.every == 0):  # `if (step + 1) % k == 0`, too
             self._changes, self._changes_in = Changes(), run.step
         if self._look is None and self._is_close(turn):
             if not compiled:

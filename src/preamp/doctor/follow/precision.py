@@ -48,6 +48,7 @@ class Precision:
         wrap(torch.autocast, "__init__", self._made)
         wrap(torch.autocast, "__enter__", self._enter)
         wrap(torch.autocast, "__exit__", self._exit)
+        wrap(torch, "set_default_dtype", self._default)
         for name in ("half", "bfloat16", "to"):
             wrap(nn.Module, name, self._cast)
         for name in ("to", "type", "half", "bfloat16"):
@@ -121,13 +122,20 @@ class Precision:
         with self._run.stream.paused():  # what it casts is noted tensor by tensor
             return original(module, *args, **kwargs)
 
+    def _begin(self) -> None:
+        begin, self.on_first_cast = self.on_first_cast, None
+        if begin is not None and not self._run.attempts:
+            begin()
+
+    def _default(self, original: Any, dtype: Any) -> None:
+        original(dtype)
+        if dtype in LOW_DTYPES:
+            self._begin()
+
     def _cast_tensor(self, original: Any, tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
         """Remember what the script cast outside of models, where it is small: a table, a batch of indices."""
-        begin, early = self.on_first_cast, not self._run.attempts
-        early = early and not self._run.stream.is_paused  # which it is for a module's cast
-        if begin is not None and early and casts_low(original.__name__, (tensor, *args), kwargs):
-            self.on_first_cast = None
-            begin()
+        if not self._run.stream.is_paused and casts_low(original.__name__, (tensor, *args), kwargs):  # no module's cast
+            self._begin()
         out = original(tensor, *args, **kwargs)
         low = isinstance(out, Tensor) and out.dtype in LOW_DTYPES and not tensor.is_complex()
         new = low and out is not tensor and not out.is_inference() and has_shadow(out)

@@ -118,7 +118,8 @@ class Scales:
         """Whether anybody put a scale on a loss. One that has come down to 1 is a scale all the same: PA203's."""
         if self.in_apex or self.noted(loss) is not None or (self.by_session and self.is_library and self.are_used):
             return True
-        return (self._run.tape.factor_on(loss) or 0) >= _BY_HAND
+        tape = self._run.tape
+        return (tape.factor_on(loss) or 0) >= _BY_HAND or not (tape.models() or tape.knows(loss))
 
     def after_backward(self, losses: list[Tensor]) -> None:
         """Gradients have arrived."""
@@ -182,13 +183,8 @@ class Scales:
 
     def since_last(self) -> dict[str, Any]:
         """For the record: what happened since the last attempt to step."""
-        facts = {
-            "schedules": self.schedules,
-            "updates": self.updates,
-            "scalers": self.scalers,
-            "schedule_at": self.schedule_at,
-            "loss_at": self._loss_at,
-        }
+        facts = {name: getattr(self, name) for name in ("schedules", "updates", "scalers", "schedule_at")}
+        facts["loss_at"] = self._loss_at
         self.schedules = self.updates = self.scalers = 0
         return facts
 

@@ -221,16 +221,8 @@ class Steps:
             step, bad = run.attempts.get(id(optimizer), 0), run.bad
             skipped = self._soundness.stepped(skipped)
             self._inspection.attempted()
-            run.recorder.write(
-                "step",
-                step=step,
-                loss=self._loss,
-                scale=self._scales.scale,
-                skipped=skipped,
-                bad=bad,
-                seconds=run.clock.seconds,
-                **self._scales.since_last(),
-            )
+            facts = {"step": step, "loss": self._loss, "scale": self._scales.scale, "skipped": skipped, "bad": bad}
+            run.recorder.write("step", **facts, seconds=run.clock.seconds, **self._scales.since_last())
             run.attempts[id(optimizer)] = step + 1
             self._awaits_attempt = False
             run.losses.clear()

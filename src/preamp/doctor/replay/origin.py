@@ -89,19 +89,9 @@ class Trails(Observer):
         bad = [(trail, t) for seen, (t, _, trail) in zip(inputs, read, strict=True) if seen.inf or seen.nan]
         if (is_view(call.func) or call.base == "copy") and not any(trail for trail, _ in bad):
             return  # data: who computes with it comes later
-        output = _operand_of(sick[0])
-        first = Origin(
-            place.module,
-            str(call.func),
-            place.direction,
-            place.file,
-            place.line,
-            inputs=tuple(inputs),
-            output=output,
-            kind="nan" if output.nan else "inf",
-            constants=tuple(call.numbers),
-            own=place.own,
-        )
+        output, made_by = _operand_of(sick[0]), (place.module, str(call.func), place.direction, *place.at)
+        first = Origin(*made_by, tuple(inputs), output, "nan" if output.nan else "inf", own=place.own)
+        first = replace(first, constants=tuple(call.numbers))
         trail = self._trail(call.base, first, bad, sick)
         for tensor in sick:
             self._trails[key_of(tensor)] = trail

@@ -322,7 +322,9 @@ class Tape(Observer):
                 args, kwargs = tree_map(find, entry.args), tree_map(find, entry.kwargs)
                 places.forced = entry.place
                 with torch.set_grad_enabled(entry.grad):
-                    out = run_kept(entry.func, args, kwargs, remedy, entry.place)
+                    reading = self.readings.get(place.at)
+                    within = None if reading is None else reading.function
+                    out = run_kept(entry.func, args, kwargs, remedy, place, within)
                 places.forced = None
                 alias = base_of(entry.func) in ("detach", "alias")
                 for key, tensor in zip(entry.outputs, tensors(out), strict=False):

@@ -62,12 +62,12 @@ class Outcome:
         line = fact.place.at
         if not self.finite or (fact.kind == "not finite" and line in self.places):
             return math.inf
-        return self.error if fact.kind == "added up" else self.off(line)
+        return self.error if fact.kind == "added up" else self.off(line, fact.place.direction)
 
-    def off(self, line: Line) -> float:
-        """Relative error of what is computed at a line, whatever its inputs are."""
-        errors = self.shadowed.errors.items()
-        return max((error for place, (error, *_) in errors if place.at == line), default=0.0)
+    def off(self, line: Line, direction: str = "") -> float:
+        """Relative error of what is computed at a line, in one direction or any, whatever its inputs are."""
+        errors = ((place, error) for place, (error, *_) in self.shadowed.errors.items() if place.at == line)
+        return max((error for place, error in errors if place.direction.startswith(direction)), default=0.0)
 
     @property
     def places(self) -> set[Line]:
@@ -172,7 +172,7 @@ class Trials:
 
         Those whose results are off most are tried. None where no line is enough.
         """
-        if self.plain is None:
+        if self.plain is None or self.plain.error < OFF:
             return None
         off = sorted(self.plain.shadowed.errors.items(), key=lambda one: one[1])
         worst = {place.at: (place, *seen) for place, seen in off if place.direction == "forward"}  # the largest stays
@@ -191,10 +191,11 @@ class Trials:
         others = outcome.places - plain.places  # errors that it brings to light were there before
         if others and not (plain.finite and all(plain.off(other) >= OFF for other in others)):
             return False
-        if line in outcome.places:
-            return fact.kind != "not finite" and outcome.at(fact) <= MUCH_BETTER * plain.at(fact)
-        better = plain.at(fact) == math.inf > outcome.at(fact) or outcome.at(fact) <= BETTER * plain.at(fact)
-        return better and (outcome.at(fact) < OFF or outcome.at(fact) <= MUCH_BETTER * plain.at(fact))
+        before, left = plain.at(fact), outcome.at(fact)
+        if before == math.inf:
+            return left <= BETTER and (line not in outcome.places or fact.kind != "not finite")
+        much = left <= MUCH_BETTER * before
+        return much if line in outcome.places else left <= BETTER * before and (left < OFF or much)
 
     def _told(self, outcome: Outcome, fact: Fact) -> str:
         before = math.inf if self.plain is None else self.plain.at(fact)
@@ -204,19 +205,20 @@ class Trials:
 
 def untried(fact: Fact, tape: Tape, why: str) -> tuple[str | None, str]:
     """The line of a fact in float32, where that can be written, and why it was not tried."""
-    statement, text = statement_at(fact.place.at), Remedy((fact.place.at,)).text(tape.device, tape.readings)
-    rounded = fact.kind == "decided" and any(one and one.casts() for one in map(statement_at, fact.lines[1:]))
-    if statement is None or text is None or rounded or text.count(_CAST) == statement.rewritten({}).count(_CAST):
+    at, text = fact.place.at, None
+    there = [(line, one) for line in fact.lines[1:] if (one := statement_at(line))]
+    rounds = [(line, one.casts()) for line, one in there if one.casts() or any(one.dtypes())]
+    for line, casts in rounds or [(at, [])]:  # what is rounded there is no better for a cast that comes later
+        remedy = Remedy(tuple(dict.fromkeys((line, at))), casts="dropped" if casts else "kept")
+        text = text or remedy.text(tape.device, tape.readings, at)
+    statement = statement_at(at)
+    if statement is None or text is None or text.count(_CAST) == statement.rewritten({}).count(_CAST):
         return None, f"not tried: {why}"
     return f"{text}\n# not tried: {why}", f"not tried: {why}"
 
 
 def _judged(
-    losses: list[Tensor],
-    grads: list[Tensor],
-    shadowed: Shadowed,
-    origin: Origin | None,
-    raised: bool,
+    losses: list[Tensor], grads: list[Tensor], shadowed: Shadowed, origin: Origin | None, raised: bool
 ) -> Outcome:
     with torch.no_grad():
         finite = not raised and all(bool(t.isfinite().all()) for t in (*losses, *grads))

@@ -5,6 +5,7 @@ A change in place, or a new tensor that takes the place of the one that it was m
 
 from __future__ import annotations
 
+import ast
 import weakref
 from collections.abc import Iterator
 from itertools import islice
@@ -20,6 +21,8 @@ from ...tree import map_tensors, tensors
 from ..measure import key_of
 from ..operators import Call, Observer, base_of
 from ..places import Place, written_by
+from ..records import Line
+from ..statements import Statement, dotted, parsed, statement_at
 from .facts import Absorbed
 from .values import relative_error
 
@@ -151,9 +154,10 @@ class Changes(Observer):
             new.goes_on = in_place
             count = self._lines.setdefault(key, new)
             count.add(storage, int(moves.sum()), int((moves & (tensor == old)).sum()))
-            if not in_place:
-                self._made(tensor, given, count)
             by = call.args[1] if len(call.args) > 1 else None
+            if not in_place:
+                count.goes_on |= call.place.module is None and isinstance(by, Tensor) and _replaces(call.place.at)
+                self._made(tensor, given, count)
             scalar = isinstance(by, (int, float)) or (isinstance(by, Tensor) and by.dim() == 0)
             count.by = float(by) if scalar and by is not None else None
             count.adds_tensor = isinstance(by, Tensor)
@@ -201,6 +205,21 @@ def _may_be_a_sum(name: str, tensor: Tensor) -> bool:
     """Whether an operator outside of graphs and of backward makes a new number of this one."""
     in_graph = tensor.requires_grad and torch.is_grad_enabled()
     return name in SUMS and not in_graph and torch._C._current_autograd_node() is None
+
+
+def _replaces(line: Line) -> bool:
+    """Whether what a training loop assigns takes the place of what it reads: `e = {k: e[k] + x[k] for ...}`."""
+    statement, number = statement_at(line), line[1] or 0
+    if statement is None or not isinstance(statement.node, ast.Assign):
+        return False
+    target = statement.node.targets[0]
+    while isinstance(target, ast.Subscript):
+        target = target.value
+    name, within = dotted(target) or "", ast.walk(parsed(statement.file) or statement.node)
+    loops = [n for n in within if isinstance(n, (ast.For, ast.While)) and n.lineno <= number <= (n.end_lineno or 0)]
+    # `x = x + block(x)`, in a function or a loop over blocks, begins anew with each call
+    lasts = "." in name or (bool(loops) and Statement(loops[-1], ()).goes_back)
+    return lasts and any(read.partition("[")[0] == name for read in statement.reads())
 
 
 def _moments_of(optimizer: Optimizer) -> Iterator[tuple[int, int]]:

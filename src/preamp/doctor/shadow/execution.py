@@ -26,6 +26,8 @@ _EXACT = frozenset({
 })  # fmt: skip
 _FROM_WHOLE = frozenset({"_to_copy", "scalar_tensor", "full", "arange", "linspace", "logspace"})
 """Operators that make floating numbers of whole ones, or of numbers that are no tensors."""
+_SCALE = frozenset({"mul", "div", "pow"})
+"""Operators for which a small constant is no epsilon."""
 BETWEEN = 10_000, 1 << 20
 """Operators between two steps that are followed, and how many numbers each may be given: weights are loaded there."""
 
@@ -79,7 +81,8 @@ class Shadowed(Judge):
             return
         line = call.at
         self.readings.note(line)
-        numbers = [value for value in call.args if type(value) is float]
+        scales = call.base in _SCALE
+        numbers = [n for n in call.args if type(n) is float and not (scales and abs(n) < 0.5)]
         if numbers and line[0] is not None:
             self.constants.setdefault(line, []).extend(numbers[:4] if len(self.constants.get(line, ())) < 64 else ())
         changed = {id(t): self.shadows.of(t).clone() for t in call.written if has_shadow(t)}
@@ -104,6 +107,9 @@ class Shadowed(Judge):
         if wide is None:
             for tensor in call.written:
                 self.shadows.forget(tensor)
+            mean = call.args[0] if call.base == "normal" else None
+            if isinstance(mean, Tensor) and has_shadow(mean):  # as far from its mean as the number drawn
+                self.shadows.give(call.out, call.out + (self.shadows.of(mean) - mean), own=True)
             return
         self.operators += 1
         outs, changed, before = wide

@@ -97,7 +97,7 @@ class Absorbed:
     is_gradient: bool = False
     """Whether autograd added to a gradient here."""
     is_weight: bool = False
-    """Whether an optimizer moved what it steps here."""
+    """Whether this is what an optimizer steps."""
     is_moment: bool = False
     """Whether these are second moments, and all that a step did to them; the storages are those of their weights."""
     goes_on: bool = True

@@ -28,6 +28,8 @@ DECIDES = 0.02
 """Relative error up to which float32 gets a result right. What float32 gets wrong, no precision is to blame for."""
 OTHERWISE = 0.1
 """Share of the entries of an index or mask that differ from the shadow's, from which they are decided otherwise."""
+TURNS, MANY_TURNS = frozenset({"sin", "cos"}), 64.0
+"""Operators of which a few entries may be all wrong, and the angle from which these are off if `OTHERWISE` is."""
 ZEROS = 0.5
 """Share of the entries that are zero and should not be, from which a result is lost to zero."""
 DECIDING = frozenset({
@@ -110,13 +112,14 @@ class Judge(Observer):
         least = DECIDES if cause is not None and cause.op in _CASTS else OFF  # what does not fit is meant by nobody
         if hides and cause is not None and cause.op not in _MEANT and max(error, _most_off(out, exact)) >= least:
             self._report(replace(cause, hidden_by=call.base))
-        if error < OFF and constant is None:
+        off_from = OTHERWISE if call.base in TURNS and _largest(read) >= MANY_TURNS else OFF
+        if error < off_from and constant is None:
             self.causes.pop(key, None)
             return
         if constant is not None:
             kind: Kind = "lost" if abs(constant) < 1 else "not finite"
             self._report(replace(self._fact(kind, call, out, error, 0.0, read), constant=constant))
-        if error < OFF:
+        if error < off_from:
             self.causes.pop(key, None)
             return
         if cause is not None:
@@ -125,7 +128,7 @@ class Judge(Observer):
         off, finite = max(map(self.error_of, read), default=0.0), bool(out.isfinite().all())
         if not all(bool(t.isfinite().all()) for t in read):
             return
-        blamed = max(off, before) <= AGREES and (not finite or self._is_off(call, out, exact, read))
+        blamed = max(off, before) <= AGREES and (not finite or self._is_off(call, out, exact, read, off_from))
         if not blamed or not self._float32_decides(call, exact):
             if not finite and cause is not None:
                 self.broke.append((call.place, cause))
@@ -183,7 +186,7 @@ class Judge(Observer):
                 self._report(cause)
 
     def _fact(self, kind: Kind, call: Call, out: Tensor, error: float, off: float, read: list[Tensor]) -> Fact:
-        largest = max((float(t.detach().abs().max()) for t in read if t.numel()), default=0.0)
+        largest = _largest(read)
         dtype = out.dtype if out.is_floating_point() else read[0].dtype
         lines = self._lines_before(call)
         shape = tuple(out.shape)
@@ -236,7 +239,7 @@ class Judge(Observer):
         if off < OFF and tried and share_differing(tried[0], exact) < DECIDES:
             self._report(self._fact("decided", call, out, share, off, read))
 
-    def _is_off(self, call: Call, out: Tensor, exact: Tensor, read: list[Tensor]) -> bool:
+    def _is_off(self, call: Call, out: Tensor, exact: Tensor, read: list[Tensor], off_from: float) -> bool:
         """Whether entries are off whose own inputs are right: of operators that compute each entry by itself."""
         if torch.Tag.pointwise not in call.func.tags or (call.base in _LOGS and call.place.direction == "forward"):
             return True
@@ -245,7 +248,7 @@ class Judge(Observer):
             shadow = self.shadows.find(tensor)
             if shadow is not None:
                 right &= (tensor.detach().to(WIDE) - shadow).abs() <= AGREES * shadow.abs()
-        return relative_error(out.detach()[right], exact[right]) >= OFF
+        return relative_error(out.detach()[right], exact[right]) >= off_from
 
     def _is_nearly_nothing(self, call: Call, out: Tensor, exact: Tensor) -> bool:
         """Whether the error is no more than rounding beside the terms from which the result was added up."""
@@ -266,6 +269,10 @@ class Judge(Observer):
         """The relative error of a tensor, 0 where it has no shadow."""
         shadow = self.shadows.find(tensor)
         return 0.0 if shadow is None else relative_error(tensor, shadow)
+
+
+def _largest(tensors: list[Tensor]) -> float:
+    return max((float(t.detach().abs().max()) for t in tensors if t.numel()), default=0.0)
 
 
 def _most_off(out: Tensor, exact: Tensor) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import textwrap
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, nullcontext
@@ -18,7 +19,7 @@ from ...tree import map_tensors, tensors
 from ..operators import base_of
 from ..places import Place, Places, walk
 from ..records import Line
-from ..statements import CASTS, cast_back, default_of, statement_at, without_cast
+from ..statements import CASTS, cast_back, default_of, frame_of, statement_at, without_cast
 from .source import Function, Reading, in_float32
 
 _CASTS = CASTS | {"float", "double", "__get__", "__set__", "__set_item__"}
@@ -170,8 +171,9 @@ class Applied(TorchFunctionMode):
         try:
             return func(*args, **kwargs)
         except RuntimeError:
-            low = _low_of((args, kwargs))
-            if low not in LOW_DTYPES or not any(id(t) in self._made for t in tensors((args, kwargs))):
+            low, at = _low_of((args, kwargs)), walk(None).source
+            inside = any(frame_of(line, sys._getframe()) for line in self._remedy.lines if line != at)
+            if inside or low not in LOW_DTYPES or not any(id(t) in self._made for t in tensors((args, kwargs))):
                 raise
             self._remedy.back[:] = [low]
             args, kwargs = map_tensors(lambda t: t.to(low) if id(t) in self._made else t, (args, kwargs))
@@ -218,8 +220,13 @@ def applied(remedy: Remedy | None, places: Places) -> AbstractContextManager[Any
     return nullcontext() if remedy is None else Applied(remedy, lambda: places.module)
 
 
-def run_kept(func: Any, args: Any, kwargs: Any, remedy: Remedy | None, place: Place) -> Any:
-    """Run an operator that was kept on a tape: under the remedy, or after what is float32 because of it."""
+def run_kept(
+    func: Any, args: Any, kwargs: Any, remedy: Remedy | None, place: Place, within: Function | None = None
+) -> Any:
+    """Run an operator that was kept on a tape: under the remedy, or after what is float32 because of it.
+
+    `within`: the function that it runs in; what one of the remedy's lines calls cannot be cast back at its end.
+    """
     if remedy is None:
         return func(*args, **kwargs)
     statement = statement_at(place.at)
@@ -235,6 +242,8 @@ def run_kept(func: Any, args: Any, kwargs: Any, remedy: Remedy | None, place: Pl
     try:
         return func(*args, **kwargs)
     except RuntimeError:  # operands of two dtypes, where the code would have asked
+        if within is not None and within.caller in remedy.lines:
+            raise
         to = _low_of(args) if base_of(func) in PRODUCTS else torch.float32
         remedy.back[:] = [to] if to in LOW_DTYPES else []
         args = [map_tensors(lambda t: t.to(to) if t.is_floating_point() else t, each) for each in args]

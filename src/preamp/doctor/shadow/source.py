@@ -38,7 +38,8 @@ class Reading(NamedTuple):
     numbers: Mapping[str, float]
     """Python's floating numbers: an epsilon that a module keeps."""
     calls_module: bool = False
-    """Whether a module is called that is no single layer in float32: all of it would change."""
+    """Whether a module is called that is no single layer in float32: all of it would change. Or an object of torch's is
+    read that keeps 16-bit tensors, a distribution: no text changes those."""
     calls_layer: bool = False
     """Whether any module is called: that would be in float32, too."""
     function: Function | None = None
@@ -75,9 +76,10 @@ class Readings(dict[Line, Reading]):
 
 def read_in(frame: FrameType, statement: Statement) -> Reading:
     """What a statement reads where it is running."""
-    low, numbers = set(), {}
+    low, numbers, hides = set(), {}, False
     for name in statement.reads():
         value = _value_of(name, frame)
+        hides |= _hides_low(value)
         if isinstance(value, Tensor) and value.dtype in LOW_DTYPES:
             low.add(name)
         elif type(value) is float:
@@ -85,7 +87,7 @@ def read_in(frame: FrameType, statement: Statement) -> Reading:
     made_in = {spelled for node in statement.dtypes() if (spelled := dotted(node)) is not None}
     dtypes = frozenset(spelled for spelled in made_in if _value_of(spelled, frame) in LOW_DTYPES)
     called = _called(statement.calls(), frame)
-    return Reading(frozenset(low), numbers, not all(map(_is_layer, called)), bool(called), dtypes=dtypes)
+    return Reading(frozenset(low), numbers, hides or not all(map(_is_layer, called)), bool(called), dtypes=dtypes)
 
 
 def _value_of(spelled: str, frame: FrameType) -> Any:
@@ -95,13 +97,22 @@ def _value_of(spelled: str, frame: FrameType) -> Any:
         value = getattr(value, attribute, None)
     if not spelled.endswith("]"):
         return value
-    key = ast.literal_eval(spelled.partition("[")[2][:-1])
-    held = dict(enumerate(value)) if isinstance(value, (list, tuple)) else value
-    return held.get(key) if isinstance(held, Mapping) else None
+    key = spelled.partition("[")[2][:-1]
+    holds = isinstance(value, (list, tuple, Mapping, nn.ModuleList, nn.ModuleDict, nn.Sequential))
+    try:
+        return value[frame.f_locals[key] if key in frame.f_locals else ast.literal_eval(key)] if holds else None
+    except (LookupError, TypeError, ValueError):
+        return None
 
 
 def _called(names: Iterable[str], frame: FrameType) -> list[nn.Module]:
     return [value for name in names if isinstance(value := _value_of(name, frame), nn.Module)]
+
+
+def _hides_low(value: Any) -> bool:
+    if isinstance(value, (Tensor, nn.Module, type)) or not type(value).__module__.startswith("torch."):
+        return False
+    return any(isinstance(t, Tensor) and t.dtype in LOW_DTYPES for t in getattr(value, "__dict__", {}).values())
 
 
 def _is_layer(module: nn.Module) -> bool:

@@ -45,14 +45,8 @@ class Ran:
 
     def to_dict(self) -> dict[str, Any]:
         """For the JSON file."""
-        return {
-            "name": self.name,
-            "full": self.full,
-            "seed_offset": self.offset,
-            "exit_code": self.status,
-            "seconds": round(self.seconds, 2),
-            **{name: getattr(self, name) for name in ("losses", "skipped", "metrics")},
-        }
+        same = {name: getattr(self, name) for name in ("name", "full", "losses", "skipped", "metrics")}
+        return {**same, "seed_offset": self.offset, "exit_code": self.status, "seconds": round(self.seconds, 2)}
 
 
 def losses_of(rank: Rank) -> list[float]:
@@ -76,16 +70,10 @@ def build_comparison(runs: Sequence[Ran], margin: float | None, command: list[st
     findings = PA206().of(found, differing[:PRINTED], [each for ran in runs for each in ran.findings])
     line += "".join(f" But {one}." for one in differing[:1])
     precision = next((ran.precision for ran in runs if ran.precision), "not looked at")
-    environment = {
-        "command": " ".join(command),
-        "mixed precision": precision,
-        "pairs": len(pairs),
-        "steps": max((len(ran.losses) for ran in runs), default=0),
-        "seconds": round(sum(ran.seconds for ran in runs), 1),
-        "torch": version("torch"),
-        "processor": platform.processor() or platform.machine(),
-        "preamp": __version__,
-    }
+    steps, seconds = max((len(ran.losses) for ran in runs), default=0), round(sum(ran.seconds for ran in runs), 1)
+    environment = {"command": " ".join(command), "mixed precision": precision, "pairs": len(pairs), "steps": steps}
+    environment |= {"seconds": seconds, "torch": version("torch")}
+    environment |= {"processor": platform.processor() or platform.machine(), "preamp": __version__}
     share = f"at least {LEAST:.1%} of the loss, or {SPREADS:g} standard deviations of full precision over its seeds"
     notes = (
         "the loss is the mean of a run's last tenth of steps; a seed is the script's own plus the offset",
@@ -95,25 +83,17 @@ def build_comparison(runs: Sequence[Ran], margin: float | None, command: list[st
     sections = [Section("Result", "", (*findings, _results(runs, found, notes)))]
     metrics = _metrics(runs)
     if metrics is not None:
-        sections.append(
-            Section("What the script printed", "The last number under each name, over the seeds.", (metrics,))
-        )
+        what = "The last number under each name, over the seeds."
+        sections.append(Section("What the script printed", what, (metrics,)))
     status: Status | None = "good" if found.verdict == "equivalent" else "neutral"
     if any(finding.severity != "info" for finding in findings):
         status = None
     elif failures(runs):
         status = "warning"
-    content: dict[str, Any] = to_json(
-        {
-            "schema": "preamp-compare/1",
-            "verdict": line,
-            "result": found.verdict,
-            **{name: getattr(found, name) for name in ("difference", "interval", "margin", "parted")},
-            "findings": [finding.to_dict() for finding in findings],
-            "runs": [ran.to_dict() for ran in runs],
-            "environment": environment,
-        }
-    )
+    content: dict[str, Any] = {"schema": "preamp-compare/1", "verdict": line, "result": found.verdict}
+    content |= {name: getattr(found, name) for name in ("difference", "interval", "margin", "parted")}
+    content |= {"findings": [one.to_dict() for one in findings], "runs": [ran.to_dict() for ran in runs]}
+    content = to_json(content | {"environment": environment})
     title, meanings = f"Compare: {Path(command[0]).name}", glossary(finding.code for finding in findings)
     words, paste = advice(found, command)
     if failures(runs):
@@ -163,22 +143,18 @@ def verdict(found: Parity, pairs: int) -> str:
 
 def advice(found: Parity, command: Sequence[str]) -> tuple[str, str]:
     """What to do, in words, and what to paste for it."""
-    script = shlex.join(command)
+    words = "Keep training in 16 bits: over these seeds it costs nothing. The doctor watches longer runs:"
+    ask = "doctor"
     if found.verdict == "identical":
-        return "Ask the doctor why 16 bits are not in effect:", f"preamp doctor {script}"
-    if not all(map(math.isfinite, found.full)):
-        return "Mend the training in float32 first; the doctor names the operator that makes the first inf or nan:", (
-            f"preamp doctor {script}"
-        )
-    if found.verdict == "undecided":
-        return "Compare again with more seeds, or say with `--margin` which share of the loss does not matter:", (
-            f"preamp compare --seeds {max(6, 2 * len(found.full))} {script}"
-        )
-    if found.verdict == "worse":
-        return "Ask the doctor what 16 bits lose:", f"preamp doctor {script}"
-    return "Keep training in 16 bits: over these seeds it costs nothing. The doctor watches longer runs:", (
-        f"preamp doctor {script}"
-    )
+        words = "Ask the doctor why 16 bits are not in effect:"
+    elif not all(map(math.isfinite, found.full)):
+        words = "Mend the training in float32 first; the doctor names the operator that makes the first inf or nan:"
+    elif found.verdict == "undecided":
+        words = "Compare again with more seeds, or say with `--margin` which share of the loss does not matter:"
+        ask = f"compare --seeds {max(6, 2 * len(found.full))}"
+    elif found.verdict == "worse":
+        words = "Ask the doctor what 16 bits lose:"
+    return words, f"preamp {ask} {shlex.join(command)}"
 
 
 def _results(runs: Sequence[Ran], found: Parity, notes: Sequence[str]) -> Table:

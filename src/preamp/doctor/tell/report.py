@@ -71,7 +71,7 @@ def without_echoes(findings: Iterable[Finding]) -> tuple[Finding, ...]:
 
 
 _SEEN = frozenset({"PA114", "PA115", "PA201"})
-_ANNOUNCED = frozenset({"PA101", "PA205"})
+_ANNOUNCED = frozenset({"PA101", "PA103", "PA205"})
 
 
 def judge(ranks: Sequence[Rank]) -> list[Finding]:
@@ -156,36 +156,19 @@ def build(
         line += f" The doctor itself failed in step {broke['step']} and saw no more: please report {broke['error']}"
     headline = headline_of(findings) if broke is None else line
     end = first.facts.get("end", {}) if first is not None else {}
-    environment = {
-        "command": " ".join(command),
-        "ended": ended,
-        "exit status": exit_code,
-        "steps": steps,
-        "processes": len(ranks),
-        "precision": precision,
-        "seconds": round(seconds, 2),
-        "doctor's own seconds": round(end["spent"], 2) if end else None,
-        "preamp": __version__,
-    }
+    own = round(end["spent"], 2) if end else None
+    environment = {"command": " ".join(command), "ended": ended, "exit status": exit_code, "steps": steps}
+    environment |= {"processes": len(ranks), "precision": precision, "seconds": round(seconds, 2)}
+    environment |= {"doctor's own seconds": own, "preamp": __version__}
     serious = any(f.severity != "info" for f in findings)
     sections: list[Section | None] = [Section("Findings", "" if findings else "Nothing was found.", findings)]
     shown = None
     if first is not None:
         shown = picture(first, findings[0] if serious else None)
         sections += [_timeline(first, shown), magnitudes(first.many.get("telemetry", []), ran_fp16(first))]
-    content: dict[str, Any] = to_json(
-        {
-            "schema": "preamp-doctor/1",
-            "verdict": line,
-            "exit_code": exit_code,
-            "ended": ended,
-            "steps": steps,
-            "policy": precision,
-            "findings": [finding.to_dict() for finding in findings],
-            "environment": environment,
-            "processes": [_process(rank, base) for rank in ranks],
-        }
-    )
+    content = {"schema": "preamp-doctor/1", "verdict": line, "exit_code": exit_code, "ended": ended, "steps": steps}
+    content |= {"policy": precision, "findings": [one.to_dict() for one in findings], "environment": environment}
+    content = to_json(content | {"processes": [_process(rank, base) for rank in ranks]})
     words, paste = advice(findings, command, bool(steps))
     report = Report(
         f"Doctor: {Path(command[0]).name}",
