@@ -45,5 +45,5 @@ def test_nothing_is_found_in_a_healthy_script(path: Path, tmp_path: Path) -> Non
     _needs(path)
     report, ran = doctor(path, tmp_path / "out")
     assert ran.returncode == 0, ran.stderr
-    assert report["steps"] > 0
+    assert report["steps"] > 0 or ".backward(" not in path.read_text()  # which only evaluates
     assert [f for f in report["findings"] if f["severity"] != "info"] == []

@@ -118,8 +118,8 @@ class Scales:
         """Whether anybody put a scale on a loss. One that has come down to 1 is a scale all the same: PA203's."""
         if self.in_apex or self.noted(loss) is not None or (self.by_session and self.is_library and self.are_used):
             return True
-        tape = self._run.tape
-        return (tape.factor_on(loss) or 0) >= _BY_HAND or not (tape.models() or tape.knows(loss))
+        kept = self._run.names.models  # of a loss that no model made, nothing is
+        return not kept or (self._run.tape.factor_on(loss) or 0) >= _BY_HAND
 
     def after_backward(self, losses: list[Tensor]) -> None:
         """Gradients have arrived."""
