@@ -216,21 +216,24 @@ class Gradients:
             self.records[optimizer] = record = record or self._read_all(optimizer, own)
             record.inverse = inverse(home)
         elif record.true:
-            self._add_late(optimizer, record)
+            self._read_again(optimizer, record)
         return record
 
-    def _add_late(self, optimizer: Optimizer, record: Record) -> None:
-        """Add to the true gradients what a backward pass of an earlier forward pass has left in 16-bit parameters."""
-        late = self._masters.take_late(self._of(optimizer).parameters)
-        known = set(record.parameters)
-        for parameter, gradient in late.items():
-            if parameter in known:
-                parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
-        if late:
-            new = {parameter: gradient for parameter, gradient in late.items() if parameter not in known}
+    def _read_again(self, optimizer: Optimizer, record: Record) -> None:
+        """Read true gradients, which may have been changed: averaged over ranks, say. What was found stays found.
+
+        Takes what a backward pass of an earlier forward pass, or user code, has left in 16-bit parameters.
+        """
+        own, known = self._of(optimizer).parameters, set(record.parameters)
+        late = self._masters.take_late(own)
+        for parameter in known & late.keys():
+            parameter.grad = late[parameter] if parameter.grad is None else parameter.grad + late[parameter]
+        new = {parameter: gradient for parameter, gradient in late.items() if parameter not in known}
+        if new:
             self._masters.swap_in(new, new)
-            record.parameters += new
-            record.reading = self._read(optimizer, {p: p.grad for p in record.parameters if p.grad is not None})
+        record.parameters = [p for p in own if p in known or p.grad is not None]
+        now = self._read(optimizer, {p: p.grad for p in record.present if p.grad is not None})
+        record.reading = replace(now, found=torch.maximum(record.reading.found, now.found))
 
     def _read_all(self, optimizer: Optimizer, own: Owned) -> Record:
         parameters = [p for p in own.parameters if p.grad is not None]
@@ -269,7 +272,7 @@ class Gradients:
         """L2 norm of an optimizer's true gradients, before clipping."""
         record = self.records[optimizer]
         if record.norm is None:
-            record.norm = self._norm_now(optimizer)
+            record.norm = _times(record.reading.norm, record.factor)
         return record.norm
 
     def norm_of_all(self, optimizers: Sequence[Optimizer]) -> Callable[[], Tensor]:
@@ -282,11 +285,9 @@ class Gradients:
     def _norm_now(self, optimizer: Optimizer, order: float = 2.0) -> Tensor:
         """Compute the norm of an optimizer's true gradients, after the clipping so far."""
         record = self.records[optimizer]
-        if order == 2.0 and not record.true:
-            if record.norm is not None and record.clip is None:
-                return record.norm
+        if order == 2.0:
             norm = record.reading.norm
-        else:  # true ones may have been changed since they were read
+        else:
             own = self._of(optimizer)
             if own.agreement is None:
                 norm = global_norm(gradients_of(optimizer), order, device=self.device)
@@ -305,7 +306,7 @@ class Gradients:
             if at_once:
                 self.make_true(each)
         norm = _joint([self._norm_now(each, order) for each in optimizers], order)
-        coefficient = (most / (norm + 1e-6)).clamp(max=1.0)
+        coefficient = (most / (norm + 1e-6)).clamp(max=1.0).where(norm.isfinite(), 1.0)  # the sick stay the only ones
         records = [self.records[each] for each in optimizers]
         found = torch.stack([record.reading.found for record in records]).amax() if len(records) > 1 else None
         for each, record in zip(optimizers, records, strict=True):
@@ -341,7 +342,8 @@ class Gradients:
         self._masters.swap_in(wide, wide)  # if it fails, gradients are as they were
         if factor is not None:
             multiply_(present_in(others)[1], factor)
-        record.norm, record.true = self.norm(optimizer) if record.clip is not None else None, True
+        record.norm = self.norm(optimizer) if record.clip is not None else None
+        record.reading, record.true = replace(record.reading, norm=_times(record.reading.norm, factor)), True
 
     def step_low(self, optimizer: Any, found: Tensor | None) -> None:
         """Step an optimizer that takes 16-bit gradients and masters directly."""

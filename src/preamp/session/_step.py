@@ -106,7 +106,7 @@ class OptimizerSteps:
         # of several not: a hook around the step of one may change the gradients of another after they were copied
         records = [self.read(each, steps_next=len(chosen) == 1) for each in chosen]
         norm = self._gradients.norm_of_all(chosen)
-        parameters = list(chain.from_iterable(map(attrgetter("parameters"), records)))
+        parameters = list(chain.from_iterable(map(attrgetter("present"), records)))
         check(parameters)
         skipped: list[bool | None] = []
         try:
