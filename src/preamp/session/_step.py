@@ -62,7 +62,7 @@ class OptimizerSteps:
             if isinstance(each, FusedOptimizer):
                 each.lend(masters)
             if not hasattr(each, "_optimizer_load_state_dict_pre_hooks"):  # of a class that does not call torch's
-                Optimizer.__setstate__(each, {})
+                Optimizer.__setstate__(each, {"defaults": getattr(each, "defaults", {})})
             self._undo.callback(each.register_load_state_dict_pre_hook(self._before_load).remove)
             self._undo.callback(each.register_load_state_dict_post_hook(self._after_load).remove)
             for name in modes_of(each):
