@@ -220,17 +220,13 @@ class Gradients:
         return record
 
     def _read_again(self, optimizer: Optimizer, record: Record) -> None:
-        """Read true gradients, which may have been changed: averaged over ranks, say. What was found stays found.
-
-        Takes what a backward pass of an earlier forward pass, or user code, has left in 16-bit parameters.
-        """
+        """Read true gradients, as user code has left them, and take those that came to 16-bit parameters since."""
         own, known = self._of(optimizer).parameters, set(record.parameters)
         late = self._masters.take_late(own)
         for parameter in known & late.keys():
             parameter.grad = late[parameter] if parameter.grad is None else parameter.grad + late[parameter]
         new = {parameter: gradient for parameter, gradient in late.items() if parameter not in known}
-        if new:
-            self._masters.swap_in(new, new)
+        self._masters.swap_in(new, new)
         record.parameters = [p for p in own if p in known or p.grad is not None]
         now = self._read(optimizer, {p: p.grad for p in record.present if p.grad is not None})
         record.reading = replace(now, found=torch.maximum(record.reading.found, now.found))
@@ -278,21 +274,19 @@ class Gradients:
     def norm_of_all(self, optimizers: Sequence[Optimizer]) -> Callable[[], Tensor]:
         """Gives the joint `norm` of several optimizers, as it is now; that of one takes no operator before."""
         first = self.records[optimizers[0]]
-        if len(optimizers) == 1 and first.norm is None and not first.true:
+        if len(optimizers) == 1 and first.norm is None:
             return partial(_times, first.reading.norm, first.factor)
         return partial(_times, _joint(list(map(self.norm, optimizers))), None)
 
-    def _norm_now(self, optimizer: Optimizer, order: float = 2.0) -> Tensor:
+    def _norm_now(self, optimizer: Optimizer, order: float) -> Tensor:
         """Compute the norm of an optimizer's true gradients, after the clipping so far."""
-        record = self.records[optimizer]
+        record, own = self.records[optimizer], self._of(optimizer)
         if order == 2.0:
             norm = record.reading.norm
+        elif own.agreement is None:
+            norm = global_norm(gradients_of(optimizer), order, device=self.device)
         else:
-            own = self._of(optimizer)
-            if own.agreement is None:
-                norm = global_norm(gradients_of(optimizer), order, device=self.device)
-            else:
-                norm = own.agreement.norm([p.grad for p in own.parameters], order).to(self.device)
+            norm = own.agreement.norm([p.grad for p in own.parameters], order).to(self.device)
         return _times(norm, record.factor)
 
     def clip_by_norm(self, optimizers: Sequence[Optimizer], most: float, order: float, *, at_once: bool) -> Tensor:
@@ -342,7 +336,6 @@ class Gradients:
         self._masters.swap_in(wide, wide)  # if it fails, gradients are as they were
         if factor is not None:
             multiply_(present_in(others)[1], factor)
-        record.norm = self.norm(optimizer) if record.clip is not None else None
         record.reading, record.true = replace(record.reading, norm=_times(record.reading.norm, factor)), True
 
     def step_low(self, optimizer: Any, found: Tensor | None) -> None:
