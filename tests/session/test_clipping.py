@@ -122,6 +122,7 @@ def test_a_true_gradient_that_is_made_non_finite_skips_the_step(level: str, libr
             spoiled.grad = spoiled.grad if place == 0 else None
             scale, before = session.loss_scale(), weights(model)
             session.unscale_()
+            assert spoiled.dtype is torch.float32, "ranks with and without its gradient would exchange two dtypes"
             spoiled.grad = torch.full_like(spoiled, torch.nan)
             assert not (clip and bool(session.clip_grad_norm_(1.0).isfinite()))
             report = session.step()

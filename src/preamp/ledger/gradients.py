@@ -221,13 +221,8 @@ class Gradients:
 
     def _read_again(self, optimizer: Optimizer, record: Record) -> None:
         """Read true gradients, as user code has left them, and take those that came to 16-bit parameters since."""
-        own, known = self._of(optimizer).parameters, set(record.parameters)
-        late = self._masters.take_late(own)
-        for parameter in known & late.keys():
-            parameter.grad = late[parameter] if parameter.grad is None else parameter.grad + late[parameter]
-        new = {parameter: gradient for parameter, gradient in late.items() if parameter not in known}
-        self._masters.swap_in(new, new)
-        record.parameters = [p for p in own if p in known or p.grad is not None]
+        for parameter, late in self._masters.take_late(record.parameters).items():
+            parameter.grad = late if parameter.grad is None else parameter.grad + late
         now = self._read(optimizer, {p: p.grad for p in record.present if p.grad is not None})
         record.reading = replace(now, found=torch.maximum(record.reading.found, now.found))
 
@@ -321,7 +316,7 @@ class Gradients:
         return first is not None and not is_marked(first, "_preamp_stepped")
 
     def make_true(self, optimizer: Optimizer) -> None:
-        """Unscale and clip an optimizer's gradients, once; low parameters get float32 ones, and their masters in."""
+        """Unscale and clip an optimizer's gradients, once; low parameters get float32 ones, and all get masters in."""
         record = self.records[optimizer]
         if record.true:
             return
@@ -333,7 +328,8 @@ class Gradients:
         factor, others = record.factor, [p for p in present if p not in wide] if wide else present
         if factor is not None:
             multiply_(wide.values(), factor)
-        self._masters.swap_in(wide, wide)  # if it fails, gradients are as they were
+        record.parameters = self._of(optimizer).parameters  # user code may give others a gradient
+        self._masters.swap_in(record.parameters, wide)  # if it fails, gradients are as they were
         if factor is not None:
             multiply_(present_in(others)[1], factor)
         record.reading, record.true = replace(record.reading, norm=_times(record.reading.norm, factor)), True
