@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from preamp.cli._doctor import run_doctor
 from preamp.doctor.records import Rank
 from preamp.doctor.tell.report import all_findings
 from preamp.report import Finding
@@ -64,6 +65,22 @@ def test_a_finding_of_several_ranks_is_one_with_the_first_of_them() -> None:
     (found,) = all_findings(ranks, Path())
     assert found.step == 3
     assert found.evidence == {"ranks": [0, 1], "first on rank": 1}
+
+
+def test_a_doctor_that_each_rank_starts_keeps_the_reports_of_the_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "train.py").write_text("print(1)")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    for rank in "01":
+        monkeypatch.setenv("RANK", rank)
+        run_doctor(
+            "train.py", [], False, out=Path("out"), json_file=Path("told.json"), every=50, steps=None, replay=False,
+            strict=False,
+        )  # fmt: skip
+        assert Path(f"out-rank{rank}", "report.html").exists()
+    assert sorted(path.name for path in tmp_path.glob("told*")) == ["told-rank0.json", "told-rank1.json"]
 
 
 @pytest.mark.slow

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ import torch
 import preamp
 
 from ..rows import over
-from .toys import backward, loss_of, mlp, same, weights
+from .toys import backward, loss_of, mlp, same, step, weights
 
 
 @pytest.mark.parametrize("level", ["O0", "O1", "O2", "O4", "O5"])
@@ -107,3 +108,28 @@ def test_what_comes_between_clipping_and_the_step_changes_nothing(level: str, li
         return weights(model)
 
     assert same(run(True), run(False))
+
+
+@over(level=["O0", "O1", "O2", "O4", "O5"], library=[torch.optim, preamp.optim], clip=[False, True])
+def test_a_true_gradient_that_is_made_non_finite_skips_the_step(level: str, library: Any, clip: bool) -> None:
+    """As a mean over ranks is when one of them has met a NaN; also that of a parameter without a gradient here."""
+    for place in (0, -1):
+        model = mlp()
+        name, spoiled = list(model.named_parameters())[place]
+        optimizer = library.SGD(model.parameters(), 0.1, momentum=0.9)
+        with preamp.prepare(model, optimizer, level=level) as session:
+            backward(session, model, 0)
+            spoiled.grad = spoiled.grad if place == 0 else None
+            scale, before = session.loss_scale(), weights(model)
+            session.unscale_()
+            assert spoiled.dtype is torch.float32, "ranks with and without its gradient would exchange two dtypes"
+            spoiled.grad = torch.full_like(spoiled, torch.nan)
+            assert not (clip and bool(session.clip_grad_norm_(1.0).isfinite()))
+            report = session.step()
+            assert report.skipped and not math.isfinite(report.grad_norm)
+            assert report.nonfinite == (name,)
+            session.zero_grad()
+            assert same(weights(model), before)
+            assert session.loss_scale() == (scale / 2 if level in ("O1", "O2") else scale)
+            step(session, model, 1)
+            assert all(bool(weight.isfinite().all()) for weight in weights(model))

@@ -255,14 +255,14 @@ def test_nor_does_it_step_16_bit_copies(level: str) -> None:
 @pytest.mark.parametrize("by_torch", [True, False])
 @pytest.mark.parametrize("level", ["O0", *LEVELS])
 def test_an_optimizer_around_another_steps_it(level: str, by_torch: bool) -> None:
-    """Also one whose class does not call torch's `__init__`, as Lookaheads do."""
+    """Also one whose class does not call torch's `__init__`, as Lookaheads and torch's PostLocalSGDOptimizer do."""
 
     class Around(Optimizer):
         def __init__(self, inner: Optimizer) -> None:
             if by_torch:
                 super().__init__(inner.param_groups, {})
             else:
-                self.param_groups, self.state, self.defaults = inner.param_groups, inner.state, {}
+                self.param_groups, self.state = inner.param_groups, inner.state
             self.inner = inner
 
         def step(self, closure: Any = None) -> None:  # type: ignore[override]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -20,19 +21,12 @@ _COLOURS = {"error": "bold red", "warning": "yellow", "info": "cyan"}
 
 
 def run_doctor(
-    target: str,
-    arguments: Sequence[str],
-    as_module: bool,
-    *,
-    out: Path,
-    json_file: Path | None,
-    every: int,
-    steps: int | None,
-    replay: bool,
-    strict: bool,
-) -> int:
+    target: str, arguments: Sequence[str], as_module: bool, *, out: Path, json_file: Path | None, every: int,
+    steps: int | None, replay: bool, strict: bool,
+) -> int:  # fmt: skip
     """Run a script under observation; its exit status, or 3 by `strict`. Raises `NothingToRun` without a script."""
     console = Console(stderr=True, emoji=False)
+    out, json_file = _written_by_this_rank(out), json_file and _written_by_this_rank(json_file)
     _check_writable(out, json_file)
     script = _script(target, arguments, as_module, steps)
     status, report, content = examine_script(script, every=every, replay=replay, strict=strict)
@@ -43,17 +37,11 @@ def run_doctor(
 
 
 def run_compare(
-    target: str,
-    arguments: Sequence[str],
-    as_module: bool,
-    *,
-    out: Path,
-    json_file: Path | None,
-    seeds: int,
-    margin: float | None,
-    steps: int | None,
-) -> int:
+    target: str, arguments: Sequence[str], as_module: bool, *, out: Path, json_file: Path | None, seeds: int,
+    margin: float | None, steps: int | None,
+) -> int:  # fmt: skip
     """Run a script in mixed and in full precision; 3 when mixed is worse. Raises as `compare_script` does."""
+    out, json_file = _written_by_this_rank(out), json_file and _written_by_this_rank(json_file)
     _check_writable(out, json_file)
     console = Console(stderr=True, emoji=False)
     script = _script(target, arguments, as_module, steps)
@@ -75,6 +63,12 @@ def _script(target: str, arguments: Sequence[str], as_module: bool, steps: int |
         environment(),
         steps,
     )
+
+
+def _written_by_this_rank(path: Path) -> Path:
+    """Where a launcher has started this command once for each rank, a path that the others do not write, too."""
+    rank = os.environ.get("RANK") if os.environ.get("WORLD_SIZE", "1") != "1" else None
+    return path.with_stem(f"{path.stem}-rank{rank}") if rank else path
 
 
 def _check_writable(out: Path, json_file: Path | None) -> None:

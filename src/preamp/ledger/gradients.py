@@ -216,21 +216,15 @@ class Gradients:
             self.records[optimizer] = record = record or self._read_all(optimizer, own)
             record.inverse = inverse(home)
         elif record.true:
-            self._add_late(optimizer, record)
+            self._read_again(optimizer, record)
         return record
 
-    def _add_late(self, optimizer: Optimizer, record: Record) -> None:
-        """Add to the true gradients what a backward pass of an earlier forward pass has left in 16-bit parameters."""
-        late = self._masters.take_late(self._of(optimizer).parameters)
-        known = set(record.parameters)
-        for parameter, gradient in late.items():
-            if parameter in known:
-                parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
-        if late:
-            new = {parameter: gradient for parameter, gradient in late.items() if parameter not in known}
-            self._masters.swap_in(new, new)
-            record.parameters += new
-            record.reading = self._read(optimizer, {p: p.grad for p in record.parameters if p.grad is not None})
+    def _read_again(self, optimizer: Optimizer, record: Record) -> None:
+        """Read true gradients, as user code has left them, and take those that came to 16-bit parameters since."""
+        for parameter, late in self._masters.take_late(record.parameters).items():
+            parameter.grad = late if parameter.grad is None else parameter.grad + late
+        now = self._read(optimizer, {p: p.grad for p in record.present if p.grad is not None})
+        record.reading = replace(now, found=torch.maximum(record.reading.found, now.found))
 
     def _read_all(self, optimizer: Optimizer, own: Owned) -> Record:
         parameters = [p for p in own.parameters if p.grad is not None]
@@ -269,29 +263,25 @@ class Gradients:
         """L2 norm of an optimizer's true gradients, before clipping."""
         record = self.records[optimizer]
         if record.norm is None:
-            record.norm = self._norm_now(optimizer)
+            record.norm = _times(record.reading.norm, record.factor)
         return record.norm
 
     def norm_of_all(self, optimizers: Sequence[Optimizer]) -> Callable[[], Tensor]:
         """Gives the joint `norm` of several optimizers, as it is now; that of one takes no operator before."""
         first = self.records[optimizers[0]]
-        if len(optimizers) == 1 and first.norm is None and not first.true:
+        if len(optimizers) == 1 and first.norm is None:
             return partial(_times, first.reading.norm, first.factor)
         return partial(_times, _joint(list(map(self.norm, optimizers))), None)
 
-    def _norm_now(self, optimizer: Optimizer, order: float = 2.0) -> Tensor:
+    def _norm_now(self, optimizer: Optimizer, order: float) -> Tensor:
         """Compute the norm of an optimizer's true gradients, after the clipping so far."""
-        record = self.records[optimizer]
-        if order == 2.0 and not record.true:
-            if record.norm is not None and record.clip is None:
-                return record.norm
+        record, own = self.records[optimizer], self._of(optimizer)
+        if order == 2.0:
             norm = record.reading.norm
-        else:  # true ones may have been changed since they were read
-            own = self._of(optimizer)
-            if own.agreement is None:
-                norm = global_norm(gradients_of(optimizer), order, device=self.device)
-            else:
-                norm = own.agreement.norm([p.grad for p in own.parameters], order).to(self.device)
+        elif own.agreement is None:
+            norm = global_norm(gradients_of(optimizer), order, device=self.device)
+        else:
+            norm = own.agreement.norm([p.grad for p in own.parameters], order).to(self.device)
         return _times(norm, record.factor)
 
     def clip_by_norm(self, optimizers: Sequence[Optimizer], most: float, order: float, *, at_once: bool) -> Tensor:
@@ -305,7 +295,7 @@ class Gradients:
             if at_once:
                 self.make_true(each)
         norm = _joint([self._norm_now(each, order) for each in optimizers], order)
-        coefficient = (most / (norm + 1e-6)).clamp(max=1.0)
+        coefficient = (most / (norm + 1e-6)).clamp(max=1.0).where(norm.isfinite(), 1.0)  # the sick stay the only ones
         records = [self.records[each] for each in optimizers]
         found = torch.stack([record.reading.found for record in records]).amax() if len(records) > 1 else None
         for each, record in zip(optimizers, records, strict=True):
@@ -326,7 +316,7 @@ class Gradients:
         return first is not None and not is_marked(first, "_preamp_stepped")
 
     def make_true(self, optimizer: Optimizer) -> None:
-        """Unscale and clip an optimizer's gradients, once; low parameters get float32 ones, and their masters in."""
+        """Unscale and clip an optimizer's gradients, once; low parameters get float32 ones, and all get masters in."""
         record = self.records[optimizer]
         if record.true:
             return
@@ -338,10 +328,11 @@ class Gradients:
         factor, others = record.factor, [p for p in present if p not in wide] if wide else present
         if factor is not None:
             multiply_(wide.values(), factor)
-        self._masters.swap_in(wide, wide)  # if it fails, gradients are as they were
+        record.parameters = self._of(optimizer).parameters  # user code may give others a gradient
+        self._masters.swap_in(record.parameters, wide)  # if it fails, gradients are as they were
         if factor is not None:
             multiply_(present_in(others)[1], factor)
-        record.norm, record.true = self.norm(optimizer) if record.clip is not None else None, True
+        record.reading, record.true = replace(record.reading, norm=_times(record.reading.norm, factor)), True
 
     def step_low(self, optimizer: Any, found: Tensor | None) -> None:
         """Step an optimizer that takes 16-bit gradients and masters directly."""

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from ..kernels import Reading
+from ..kernels import Reading, present_in
 from ..parallel import Agreement
 from .buckets import Collected
 from .leaves import Leaves, dtype_of_gradient
@@ -31,6 +31,11 @@ class Record:
     norm: Tensor | None = None  # L2 norm of the true gradients before clipping, once requested
     collected: Collected | None = None
     """The lists that an optimizer of `preamp.optim` will step, if these were read instead of the gradients."""
+
+    @property
+    def present(self) -> list[Parameter]:
+        """The parameters of the reading: of true gradients some may have been cleared before it."""
+        return present_in(self.parameters)[0] if self.true else self.parameters
 
     @property
     def factor(self) -> Tensor | None:

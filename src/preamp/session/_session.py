@@ -255,7 +255,7 @@ class Session:
     def unscale_(self, optimizer: Optimizer | None = None) -> None:
         """Make the gradients true: unscaled, float32 for parameters with masters. Idempotent.
 
-        Until `step`, parameters with masters hold their masters, so that `.grad` has the dtype of the parameter.
+        Until `step`, which reads them again, parameters with masters hold these, and `.grad` has the parameter's dtype.
         """
         self._needs_gradients("unscale_()")
         self._order.check_full("unscale_()")

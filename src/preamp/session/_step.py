@@ -62,7 +62,7 @@ class OptimizerSteps:
             if isinstance(each, FusedOptimizer):
                 each.lend(masters)
             if not hasattr(each, "_optimizer_load_state_dict_pre_hooks"):  # of a class that does not call torch's
-                Optimizer.__setstate__(each, {})
+                Optimizer.__setstate__(each, {"defaults": getattr(each, "defaults", {})})
             self._undo.callback(each.register_load_state_dict_pre_hook(self._before_load).remove)
             self._undo.callback(each.register_load_state_dict_post_hook(self._after_load).remove)
             for name in modes_of(each):
@@ -106,7 +106,7 @@ class OptimizerSteps:
         # of several not: a hook around the step of one may change the gradients of another after they were copied
         records = [self.read(each, steps_next=len(chosen) == 1) for each in chosen]
         norm = self._gradients.norm_of_all(chosen)
-        parameters = list(chain.from_iterable(map(attrgetter("parameters"), records)))
+        parameters = list(chain.from_iterable(map(attrgetter("present"), records)))
         check(parameters)
         skipped: list[bool | None] = []
         try:
