@@ -52,7 +52,7 @@ def examine(
 
     Args:
         model: Not yet prepared, or prepared.
-        optimizer: What will step it.
+        optimizer: What steps it.
         policy: A level, a policy or its string; "auto" is the level that suits the model's device.
         example: Inputs of one forward pass, in the dtypes in which the training loop gives them: a tuple for positional
             arguments, a mapping for keyword arguments; a tensor stands for a tuple of one.

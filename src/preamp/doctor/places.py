@@ -103,7 +103,8 @@ def users_line(but: object = None) -> Line:
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         file = frame.f_code.co_filename
-        if is_users(file) and (but is None or frame.f_locals.get("self") is not but):
+        method: Any = getattr(type(but), frame.f_code.co_name, None)  # `f_locals` would keep what is there alive
+        if is_users(file) and getattr(inspect.unwrap(method), "__code__", None) is not frame.f_code:
             if not in_library(file):
                 return file, frame.f_lineno
             if first[0] is None and "site-packages" in file:

@@ -315,6 +315,10 @@ class Gradients:
         first = next((p.grad for p in parameters_of(optimizer) if p.grad is not None), None)
         return first is not None and not is_marked(first, "_preamp_stepped")
 
+    def is_true(self, optimizer: Optimizer) -> bool:
+        """Whether an optimizer's gradients are unscaled."""
+        return optimizer in self.records and self.records[optimizer].true
+
     def make_true(self, optimizer: Optimizer) -> None:
         """Unscale and clip an optimizer's gradients, once; low parameters get float32 ones, and all get masters in."""
         record = self.records[optimizer]

@@ -116,9 +116,7 @@ class CallOrder:
             mark([parameter.grad for parameter in chain.from_iterable(self._seen.values())], "_preamp_came")
 
     def _gradient_came(self, optimizer: Optimizer, parameter: Parameter) -> None:
-        if self._scaled_by_hand or self._full.depth or parameter.grad is None:
-            return
-        if optimizer in self._gradients.records and self._gradients.records[optimizer].true:
+        if self._scaled_by_hand or self._full.depth or parameter.grad is None or self._gradients.is_true(optimizer):
             return
         if self._pending.running:
             raise SessionError(
@@ -196,7 +194,7 @@ class CallOrder:
             )
         if self._looks:
             self._looks -= 1
-            scaled = [each for each in chosen if each not in (known := self._gradients.records) or not known[each].true]
+            scaled = [each for each in chosen if not self._gradients.is_true(each)]
             some = [p.grad for each in scaled for p in self._seen.get(each, ()) if p.grad is not None]
             self.changed = self._looks > 0 and any(getattr(g, "_preamp_came", g._version) != g._version for g in some)
         return ran

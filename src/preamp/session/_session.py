@@ -260,8 +260,9 @@ class Session:
         self._needs_gradients("unscale_()")
         self._order.check_full("unscale_()")
         for each in checks.selected(self._optimizers, optimizer):
-            self._steps.read(each)
-            self._gradients.make_true(each)
+            if not self._gradients.is_true(each):  # else ranks would wait for one that calls this alone
+                self._steps.read(each)
+                self._gradients.make_true(each)
 
     @uncompiled
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0, *, optimizer: Optimizer | None = None) -> Tensor:
@@ -298,6 +299,7 @@ class Session:
         self._order.check_clip("clip_grad_value_", chosen)
         self.unscale_(optimizer)
         for each in chosen:
+            self._steps.read(each)
             self._gradients.norm(each)
             clip_values_(gradients_of(each), float(clip_value))
 

@@ -177,8 +177,7 @@ class OptimizerSteps:
         self.others.met = True
         waiting = self._may_be_scaled(with_closure) and not self._losses.separate_scales
         for each in self.optimizers if waiting else ():
-            if each not in self._gradients.records or not self._gradients.records[each].true:
-                scaled.update(parameters_of(each))
+            scaled.update(() if self._gradients.is_true(each) else parameters_of(each))
         stepping = [p for p in parameters_of(optimizer) if with_closure or p.grad is not None]  # it makes them inside
         check_step_of_another(type(optimizer).__name__, stepping, self._masters, scaled)
 
