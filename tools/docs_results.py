@@ -282,10 +282,10 @@ def cpu_story(root: Path) -> str:
         "On a CPU without 16-bit arithmetic, which is most of them, preamp computes 16-bit products in float32 and "
         "rounds them once. A whole step of the demo's four networks at O1, O2, O4 and O5 then has "
         f"{span('float32', every)} times the speed of float32 and {span('torch.amp', every)} times that of torch.amp, "
-        f"and keeps {span('kept', every)} of float32's bytes for backward ({about['cpu']}). On a CPU that has it, O4 "
-        f"and O5 have {own('float32', low)} times the speed of float32 and {own('torch.amp', low)} times that of "
-        f"torch.amp; for O1 and O2 that is {own('float32', half)} and {own('torch.amp', half)} times ({machine['cpu']} "
-        f"with AMX). Both with torch {about['torch']}."
+        f"and keeps {span('kept', every)} of float32's bytes for backward ({about['cpu']}, held to AVX2). On a CPU "
+        f"that has it for bfloat16, O4 and O5 have {own('float32', low)} times the speed of float32 and "
+        f"{own('torch.amp', low)} times that of torch.amp; for O1 and O2 that is {own('float32', half)} and "
+        f"{own('torch.amp', half)} times ({machine['cpu']}). Both with torch {about['torch']}."
     )
 
 
