@@ -241,7 +241,8 @@ class AmpOptimizerState(Masters):
         """The optimizer's own; state stays in float32, and masters are taken if there are any."""
         self.lazy_init()
         groups = state_dict.get("param_groups", self._optimizer.param_groups)
-        given = state_dict.get(SAVED) or [group.get(SAVED, [None] * len(group["params"])) for group in groups]
+        given = "param_groups" not in state_dict and state_dict.get(SAVED)  # in a wrapper's own layout
+        given = given or [group.get(SAVED, [None] * len(group["params"])) for group in groups]
         pairs = fitting(chain.from_iterable(self._masters_by_group()), chain.from_iterable(given))
         result = inner(state_dict, *args, **kwargs)
         for group in self._optimizer.param_groups:
