@@ -276,6 +276,8 @@ class Gradients:
     def _norm_now(self, optimizer: Optimizer, order: float) -> Tensor:
         """Compute the norm of an optimizer's true gradients, after the clipping so far."""
         record, own = self.records[optimizer], self._of(optimizer)
+        if order == 2.0 and record.clip is None and not record.true:
+            return self.norm(optimizer)  # which was computed before
         if order == 2.0:
             norm = record.reading.norm
         elif own.agreement is None:
@@ -295,7 +297,7 @@ class Gradients:
             if at_once:
                 self.make_true(each)
         norm = _joint([self._norm_now(each, order) for each in optimizers], order)
-        coefficient = (most / (norm + 1e-6)).clamp(max=1.0).where(norm.isfinite(), 1.0)  # the sick stay the only ones
+        coefficient = (most / (norm + 1e-6)).clamp(max=1.0).nan_to_num(nan=1.0)  # the sick stay the only ones
         records = [self.records[each] for each in optimizers]
         found = torch.stack([record.reading.found for record in records]).amax() if len(records) > 1 else None
         for each, record in zip(optimizers, records, strict=True):
