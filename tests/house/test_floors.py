@@ -8,7 +8,7 @@ import re
 from pathlib import Path
 
 import torch
-from tools.house import budgets, lines_by_room, steps, walked
+from tools.house import budgets, circles_of_files, imports, lines_by_room, steps, walked
 
 import preamp
 from tests.products import BY_TORCH, cpu_that_multiplies
@@ -83,6 +83,10 @@ def test_imports_go_down() -> None:
         if climbs:
             climbing.append(f"{path.relative_to(SOURCE)} (floor {FLOOR[own]}) must not import {sorted(climbs)}")
     assert not climbing
+
+
+def test_no_file_imports_in_a_circle() -> None:
+    assert circles_of_files(imports(SOURCE), SOURCE) == []
 
 
 def test_the_test_sees_imports() -> None:

@@ -29,13 +29,6 @@ _USER_CAST_REGISTRY: set[tuple[Any, str, str]] = set()
 _USER_PROMOTE_REGISTRY: set[tuple[Any, str]] = set()
 
 
-def __getattr__(name: str) -> Any:
-    """What else Apex has in this module: `initialize` and all of `frontend`, which imports this one."""
-    from . import frontend
-
-    return getattr(frontend, name)
-
-
 def _casting(kind: str) -> Any:
     return lambda handle, name: wrap.casting(handle, name, handle.half_type if kind == "half" else torch.float32)
 
