@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterable
+from contextlib import nullcontext
+from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 
 import preamp
 from preamp.errors import ScaleCollapse, SessionError
@@ -318,3 +321,39 @@ def test_a_step_whose_gradients_were_cleared_is_an_error_before_it(level: str, w
         session.backward(loss)
         assert not session.step().skipped and session.steps == 1
         assert not same(before, weights(model))
+
+
+class Whitened(torch.optim.Optimizer):
+    """Steps by a matrix product, as Shampoo, SOAP and Muon do."""
+
+    def __init__(self, params: Iterable[nn.Parameter]) -> None:
+        super().__init__(params, {})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for parameter in (p for group in self.param_groups for p in group["params"]):
+            grad = parameter.grad
+            parameter -= torch.linalg.solve(grad @ grad.T + torch.eye(len(grad)), grad, left=True)
+
+
+@over(level=["O0", "O1", "O2", "O4", "O5"], maker=["Whitened", "Muon", "Adafactor"], region=["own", "fp16", "bf16"])
+def test_a_region_that_is_open_does_not_change_what_comes_after_backward(level: str, maker: str, region: str) -> None:
+    def trained(inside: bool) -> list[Tensor]:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(6, 16, bias=False), nn.GELU(), nn.Linear(16, 3, bias=False))
+        makers: dict[str, Any] = {"Whitened": Whitened, "Muon": preamp.optim.Muon, "Adafactor": torch.optim.Adafactor}
+        with preamp.prepare(model, makers[maker](model.parameters()), level=level) as session:
+            opened: Any = {
+                "own": session.autocast,
+                "fp16": lambda: torch.autocast("cpu", torch.float16),
+                "bf16": lambda: torch.autocast("cpu", torch.bfloat16),
+            }
+            for index in range(3):
+                backward(session, model, index)
+                with opened[region]() if inside else nullcontext():
+                    session.clip_grad_norm_(0.5)
+                    session.step()
+                    session.zero_grad()
+        return weights(model)
+
+    assert same(trained(inside=True), trained(inside=False))

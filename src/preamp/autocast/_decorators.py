@@ -23,6 +23,12 @@ def half_function(function: F) -> F:
     Works on positional and keyword arguments, nested in lists, tuples, dicts and dataclasses. float64 and integer
     tensors are left alone. Outside a region the function is called as it is. Also a decorator.
 
+    Args:
+        function: Any callable that takes tensors.
+
+    Returns:
+        A function with the same name and signature.
+
     >>> square = preamp.half_function(torch.square)
     """
 
@@ -38,6 +44,12 @@ def float_function(function: F) -> F:
 
     For code of your own that must not round: a custom normalisation, a physical loss. Also a decorator.
 
+    Args:
+        function: Any callable that takes tensors; they may be nested, as in `half_function`.
+
+    Returns:
+        A function with the same name and signature.
+
     >>> norm = preamp.float_function(torch.linalg.vector_norm)
     """
 
@@ -51,6 +63,12 @@ def float_function(function: F) -> F:
 def promote_function(function: F) -> F:
     """Inside a 16-bit region, `function` gets its float tensors in the widest dtype among them. Also a decorator.
 
+    Args:
+        function: Any callable that takes tensors; they may be nested, as in `half_function`.
+
+    Returns:
+        A function with the same name and signature.
+
     >>> add = preamp.promote_function(torch.add)
     """
 
@@ -62,6 +80,17 @@ def promote_function(function: F) -> F:
         return function(*cast_floating(args, widest), **cast_floating(kwargs, widest))
 
     return _ruled(function, promote)
+
+
+def outside_regions(function: F) -> F:
+    """`function` runs as outside of all regions, torch's too: its arithmetic is no model's. Also a decorator."""
+
+    @functools.wraps(function)
+    def outside(*args: Any, **kwargs: Any) -> Any:
+        with torch._C._DisableAutocast():
+            return function(*args, **kwargs)
+
+    return outside  # type: ignore[return-value]
 
 
 def _ruled(function: F, inside: Callable[[str, Any, Any], Any]) -> F:

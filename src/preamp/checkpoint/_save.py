@@ -47,7 +47,20 @@ def save_async(
     """As `save`, but only copies the states before it returns; a thread writes them while training goes on.
 
     The copy is in host memory until then. The next save or load waits for that, and so does the interpreter at its
-    exit. `result()` waits too, and raises what went wrong; a failure is also a `PreampWarning` when it happens.
+    exit. A failure is also a `PreampWarning` when it happens.
+
+    Args:
+        path: The file.
+        model: One or several, as in `save`.
+        optimizer: One or several, as in `save`.
+        session: The session of these, if there is one.
+        **extra: What else to keep, as in `save`.
+
+    Returns:
+        A future whose `result()` waits for the file, and raises what went wrong.
+
+    Raises:
+        CheckpointError: For what `save` refuses; before anything is copied.
 
     >>> saving = preamp.checkpoint.save_async("last.pt", model=model, optimizer=optimizer, session=session)
     >>> train_another_epoch()

@@ -68,8 +68,17 @@ def save_sharded_async(
 ) -> Future[None]:
     """As `save_sharded`, written by a thread of each rank while training goes on; returns when the shards are copied.
 
-    The copies lie in host memory. Ranks exchange over gloo, in a group of their own. Call `result()` before the process
-    group is destroyed; a failure is a `PreampWarning` too. Without a process group it writes before it returns.
+    The copies lie in host memory. Ranks exchange over gloo, in a group of their own. A failure is a `PreampWarning`
+    too. Without a process group it writes before it returns.
+
+    Args:
+        folder: Where the checkpoint goes, as in `save_sharded`.
+        model: The model.
+        optimizer: Its optimizer.
+        session: Its session, if there is one.
+
+    Returns:
+        A future. Call its `result()`, which raises what went wrong, before the process group is destroyed.
 
     >>> saving = preamp.checkpoint.save_sharded_async("last", model=model, optimizer=optimizer, session=session)
     """
@@ -138,8 +147,14 @@ def _saving(
 def load_sharded(folder: AnyPath, model: nn.Module, *, optimizer: Optimizer, session: Session | None = None) -> None:
     """Read what `save_sharded` wrote, on any number of ranks: every one gets the shards that it has now, bit for bit.
 
-    All ranks call it, after `fully_shard`, the optimizer and `prepare`, with the arguments of `save_sharded`. All or
-    nothing. A `PreampWarning` says if a session's state stays in the folder.
+    All ranks call it, after `fully_shard`, the optimizer and `prepare`. All or nothing. A `PreampWarning` says if a
+    session's state stays in the folder.
+
+    Args:
+        folder: What `save_sharded` was given.
+        model: The model to load into.
+        optimizer: Its optimizer, with the groups that it had.
+        session: Its session, if there is one.
 
     Raises:
         CheckpointError: If what is there is damaged, or does not fit.

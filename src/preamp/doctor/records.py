@@ -33,7 +33,12 @@ class Sink(Protocol):
     """Takes records: "step", "finding", "telemetry", "audit", "overflow", ..., each with facts fit for JSON."""
 
     def write(self, kind: str, facts: Mapping[str, Any]) -> None:
-        """One record."""
+        """Take one record.
+
+        Args:
+            kind: "step", "finding", "telemetry", "audit", "overflow", ...
+            facts: What there is to say of it: strings, finite numbers, lists and dicts.
+        """
 
 
 class Recorder:
@@ -76,7 +81,11 @@ class Recorder:
 
 
 class JsonLines:
-    """A sink: appends every record to a file as one line of JSON, with its "kind"; the file is made with the first."""
+    """A sink: appends every record to a file as one line of JSON, with its "kind"; the file is made with the first.
+
+    Args:
+        path: The file, with its folders made if they are missing.
+    """
 
     def __init__(self, path: str | Path) -> None:
         self._path = Path(path)

@@ -117,7 +117,6 @@ class FusedOptimizer(Loading):
             on_cpu = found is not None and found.device.type == "cpu"
             if found is None or not on_cpu or found.item() == 0:
                 collected = self.collect_anew() if collected is None or closure is not None else collected
-                self._before_buckets(collected, factor)
                 self._step_collected(collected, factor, None if on_cpu else found)
         finally:
             torch._C._set_grad_enabled(enabled)
@@ -129,10 +128,12 @@ class FusedOptimizer(Loading):
         return None if scale is None else reciprocal(scale), getattr(self, "found_inf", None), None
 
     def _step_collected(self, collected: Collected, factor: Tensor | None, found: Tensor | None) -> None:
-        for bucket, gradients in collected:
-            bucket.begin_step(self._masters)
-            self._advance(bucket, gradients, factor=factor, found=found)
-            bucket.end_step(self._masters)
+        with torch._C._DisableAutocast():  # in a region that is open still Muon would multiply as a model does
+            self._before_buckets(collected, factor)
+            for bucket, gradients in collected:
+                bucket.begin_step(self._masters)
+                self._advance(bucket, gradients, factor=factor, found=found)
+                bucket.end_step(self._masters)
 
     @property
     def steps_alone(self) -> bool:

@@ -67,7 +67,14 @@ class Policy:
         _validate(self)
 
     def replace(self, /, **changes: Any) -> Policy:
-        """A policy with some fields changed; dtypes may be names ("fp16"). Unknown fields are a `PolicyError`."""
+        """A policy with some fields changed.
+
+        Args:
+            **changes: Fields and their values; dtypes may be names ("fp16").
+
+        Raises:
+            PolicyError: For a field that there is not, or values that do not fit together.
+        """
         legal = {f.name for f in fields(self)}
         for name in changes:
             if name not in legal:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from ..autocast import outside_regions
 from ..compiling import traced_by_callers, uncompiled
 from ..errors import SessionError
 from ..frameworks import unwrap
@@ -252,10 +253,14 @@ class Session:
     # -- between backward and step
 
     @uncompiled
+    @outside_regions
     def unscale_(self, optimizer: Optimizer | None = None) -> None:
         """Make the gradients true: unscaled, float32 for parameters with masters. Idempotent.
 
         Until `step`, which reads them again, parameters with masters hold these, and `.grad` has the parameter's dtype.
+
+        Args:
+            optimizer: Only its gradients; None for those of all.
         """
         self._needs_gradients("unscale_()")
         self._order.check_full("unscale_()")
@@ -265,6 +270,7 @@ class Session:
                 self._gradients.make_true(each)
 
     @uncompiled
+    @outside_regions
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0, *, optimizer: Optimizer | None = None) -> Tensor:
         """Shrink the true gradients so that their common norm is at most `max_norm`.
 
@@ -287,6 +293,7 @@ class Session:
         return self._gradients.clip_by_norm(chosen, max_norm, norm_type, at_once=self._shares)
 
     @uncompiled
+    @outside_regions
     def clip_grad_value_(self, clip_value: float, *, optimizer: Optimizer | None = None) -> None:
         """Clamp every entry of the true gradients.
 
@@ -314,11 +321,18 @@ class Session:
     # -- step
 
     @uncompiled
+    @outside_regions
     def step(self, optimizer: Optimizer | None = None) -> StepReport:
         """Step all optimizers, or one, each unless its gradients are not finite; then update the scales.
 
         Those that were clipped by a common norm skip together, since it is not finite if one of them is not.
         With several optimizers stepped one by one, a scale is updated once, at the next backward of its loss.
+
+        Args:
+            optimizer: The one to step; None for all.
+
+        Returns:
+            What happened; reading a field of it waits for the device.
 
         Raises:
             SessionError: When no `session.backward` came before; but not with `prepare(..., group=...)`, where
@@ -354,7 +368,12 @@ class Session:
 
     @uncompiled
     def zero_grad(self, set_to_none: bool = True, *, optimizer: Optimizer | None = None) -> None:
-        """Clear the gradients of all optimizers (and of the models' other parameters), or of one optimizer."""
+        """Clear the gradients of all optimizers (and of the models' other parameters), or of one optimizer.
+
+        Args:
+            set_to_none: False to fill them with zeros.
+            optimizer: Only its gradients; None for those of all.
+        """
         self._check_open()
         self._order.check_full("zero_grad()")
         for each in checks.selected(self._optimizers, optimizer):
@@ -416,7 +435,11 @@ class Session:
         return int(self._losses.skips)
 
     def loss_scale(self, name: str | None = None) -> float:
-        """The present scale of a loss; a host sync."""
+        """The present scale of a loss; a host sync.
+
+        Args:
+            name: Which of the session's losses it is; not needed if there is one.
+        """
         name = self._losses.named(name)
         self._settle(name)
         return float(self._losses[name].current(self._gradients.device))
