@@ -351,7 +351,7 @@ def resolve(name: str | Callable[..., Any]) -> tuple[str, ...]:
         return (text,)
     overloads = _overloads(text)
     if not overloads:
-        close = difflib.get_close_matches(text, [*_FAMILIES, *_DEFAULT, *dir(torch.ops.aten)], n=3)
+        close = difflib.get_close_matches(text, {*_FAMILIES, *_DEFAULT, *dir(torch.ops.aten)}, n=3)
         hint = f"; did you mean {', '.join(close)}?" if close else ""
         raise PolicyError(f"no family of rules and no operator is called {text!r}{hint} (`preamp rules` lists them)")
     return overloads

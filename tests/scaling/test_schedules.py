@@ -141,6 +141,7 @@ def test_state_survives_a_round_trip(before: LossScale, fresh: LossScale) -> Non
 def test_descriptions() -> None:
     assert type(loss_scale("backoff")) is type(loss_scale("dynamic")) is DynamicScale
     assert type(loss_scale("hysteresis")) is HysteresisScale
+    assert float(loss_scale("128.0").current(torch.device("cpu"))) == 128 and loss_scale("1").kind == "none"
     with pytest.raises(ScaleError, match=r"scale='windows' names no schedule.*unscaled: write 'dynamic'.*'hysteresis'"):
         loss_scale("windows")
     assert isinstance(loss_scale(1.0), NoScale) and isinstance(loss_scale(1), NoScale)

@@ -5,10 +5,12 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 import preamp
+from preamp.errors import SessionError
 
 from ..rows import over
 from .toys import backward, loss_of, mlp, same, step, weights
@@ -133,3 +135,16 @@ def test_a_true_gradient_that_is_made_non_finite_skips_the_step(level: str, libr
             assert session.loss_scale() == (scale / 2 if level in ("O1", "O2") else scale)
             step(session, model, 1)
             assert all(bool(weight.isfinite().all()) for weight in weights(model))
+
+
+@pytest.mark.parametrize("limit", [-1.0, math.nan, None, "1.0", True, "parameters"])
+def test_a_limit_is_a_number_that_is_not_negative(limit: Any) -> None:
+    model = mlp()
+    with preamp.prepare(model, torch.optim.SGD(model.parameters(), 0.1), level="O4") as session:
+        backward(session, model, 0)
+        for clip in (session.clip_grad_norm_, session.clip_grad_value_):
+            with pytest.raises(SessionError, match=rf"a number of at least 0.*write session\.{clip.__name__}\(1\.0\)"):
+                clip(model.parameters() if limit == "parameters" else limit)
+        for taken in (torch.tensor(0.5), np.float32(0.5), 1, math.inf):
+            assert float(session.clip_grad_norm_(taken)) > 0
+        assert not session.step().skipped

@@ -104,6 +104,18 @@ def test_regions_and_what_cannot_be_looked_into_are_not_told(loss: Loss) -> None
     assert trained("O4", loss) == []
 
 
+@pytest.mark.parametrize(("level", "left_in", "told_as"), [
+    ("O4", torch.float16, "fp16"), ("O1", torch.bfloat16, "bf16"),
+])  # fmt: skip
+def test_a_region_of_torch_that_was_left_in_is_told(level: str, left_in: torch.dtype, told_as: str) -> None:
+    def in_torchs_own(session: preamp.Session, model: nn.Module, x: Tensor) -> Tensor:
+        with torch.autocast("cpu", left_in):
+            return outside(session, model, x).float()
+
+    (told,) = trained(level, in_torchs_own)
+    assert f"this loss was computed in {told_as}, in another region, as torch.autocast makes them" in told
+
+
 @pytest.mark.parametrize("level", ["O0", "O2", "O5"])
 def test_levels_that_need_no_region_are_not_told(level: str) -> None:
     assert trained(level, outside) == []
@@ -116,7 +128,7 @@ def test_convolutions_and_attention_are_seen() -> None:
     for loss in (lambda: model["conv"](x).sum(), lambda: model["attend"](x, x, x)[0].sum()):
         with (
             preamp.prepare(model, optimizer, level="O4") as session,
-            pytest.warns(PreampWarning, match="this loss was computed in float32"),
+            pytest.warns(PreampWarning, match="this loss was computed in fp32, in no region"),
         ):
             session.backward(loss())
 

@@ -80,6 +80,11 @@ def test_frozen_weights_keep_dtype_memory_and_value(level: str, maker: str, give
         with session.full_precision():
             wide = model(torch.ones(2, 16))
             assert wide.dtype is torch.float32
+        with session.full_precision(values_only=True):
+            assert all(p.dtype is base and p.data_ptr() == at for p, at, _ in before.values())  # none in float32 beside
+            assert all(p.dtype is torch.float32 for p in trainable(model))
+            with session.full_precision():  # of code that runs the model
+                assert torch.equal(model(torch.ones(2, 16)), wide)
         for name, (p, address, value) in before.items():
             now = dict(model.named_parameters())[name]
             assert now is p and now.dtype is base and now.data_ptr() == address and torch.equal(now, value), name

@@ -1,6 +1,6 @@
 """Regions of mixed precision: which operation runs in which dtype."""
 
-from ._decorators import float_function, half_function, outside_regions, promote_function
+from ._decorators import float_function, half_function, promote_function
 from ._nodes import RegionNodes, nodes_behind
 from ._products import MARKER, PRODUCTS, widened
 from ._region import autocast, decorated
@@ -18,7 +18,6 @@ __all__ = [
     "float_function",
     "half_function",
     "nodes_behind",
-    "outside_regions",
     "promote_function",
     "widened",
 ]

@@ -82,17 +82,6 @@ def promote_function(function: F) -> F:
     return _ruled(function, promote)
 
 
-def outside_regions(function: F) -> F:
-    """`function` runs as outside of all regions, torch's too: its arithmetic is no model's. Also a decorator."""
-
-    @functools.wraps(function)
-    def outside(*args: Any, **kwargs: Any) -> Any:
-        with torch._C._DisableAutocast():
-            return function(*args, **kwargs)
-
-    return outside  # type: ignore[return-value]
-
-
 def _ruled(function: F, inside: Callable[[str, Any, Any], Any]) -> F:
     """`function`, which a call in a 16-bit region hands to `inside`, with the type of the region's device."""
 

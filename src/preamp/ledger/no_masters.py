@@ -38,10 +38,10 @@ class NoMasters(Masters):
         if self._low.pop(parameter, False):
             set_data(parameter, parameter.data.float())
 
-    def full(self) -> None:
-        """Turn every low parameter into float32, without a gradient."""
-        for parameter in self._low:
-            if parameter not in self._others:
+    def full(self, adopted: bool = True) -> None:
+        """Turn every low parameter into float32, without a gradient; those that came so if `adopted`."""
+        for parameter, was_float in self._low.items():
+            if parameter not in self._others and (was_float or adopted):
                 self._others[parameter] = Parameter(parameter.data.float(), parameter.requires_grad)
                 swap(parameter, self._others[parameter])
 

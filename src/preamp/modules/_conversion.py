@@ -336,13 +336,20 @@ class Conversion:
         return sum(map(_LEARNS, self._left))
 
     def to_float(self) -> None:
-        """Turn 16-bit parameters that were left alone, and buffers, to float32; `to_low` undoes it."""
+        """Turn what the policy has made 16-bit, and no master is kept of, to float32; `to_low` undoes it."""
         self._meet()
-        self._low.full()
+        self._low.full(adopted=False)
         self._buffers_to_float()
+
+    def rest_to_float(self) -> None:
+        """The same with frozen parameters and buffers that came in 16 bits, for a model that runs; a second call does
+        nothing.
+        """
+        self._low.full()
         each = ((module, key, buffer) for module in self._owned for key, buffer in module._buffers.items())
-        self._low_buffers = [(m, key, b.float(), b) for m, key, b in each if b is not None and b.dtype in LOW_DTYPES]
-        for module, key, full, _ in self._low_buffers:
+        low = [(m, key, b.float(), b) for m, key, b in each if b is not None and b.dtype in LOW_DTYPES]
+        self._low_buffers += low
+        for module, key, full, _ in low:
             module._buffers[key] = full
 
     def _buffers_to_float(self) -> None:

@@ -194,6 +194,11 @@ def coerce(name: str, value: Any) -> Any:
     """A field's value from what a person writes."""
     if name in ("params", "compute"):
         return _dtype(name, value)
+    if name == "norms" and str(value) in ("True", "False"):
+        raise PolicyError(
+            f"norms={value!r}: it is a dtype. Apex's keep_batchnorm_fp32=True is norms='fp32', and False the dtype of "
+            "the parameters, as norms='fp16'"
+        )
     if name in ("norms", "output"):
         return None if value in (None, "rules", "as-is", "none") else _dtype(name, value)
     if name == "masters":

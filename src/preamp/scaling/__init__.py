@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from ..errors import ScaleError
 from ._dynamic import DynamicScale, HysteresisScale
 from ._fixed import LossScale, NoScale, StaticScale
@@ -34,12 +36,15 @@ SCHEDULES: dict[str, type[DynamicScale] | type[HysteresisScale]] = {
 def loss_scale(description: float | str | LossScale) -> LossScale:
     """The loss scale that a policy's `scale` stands for.
 
-    "dynamic" or "backoff", "hysteresis"; 1 (none); another number; or one of yours. Anything else is a `ScaleError`.
+    "dynamic" or "backoff", "hysteresis"; 1 (none); another number, as a command line has it too; or one of yours.
+    Anything else is a `ScaleError`.
     """
     if isinstance(description, LossScale):
         return description
     if isinstance(description, str):
         name = "backoff" if description == "dynamic" else description
+        if _is_number(name):
+            return loss_scale(float(name))
         if name not in SCHEDULES:
             raise ScaleError(
                 f"scale={description!r} names no schedule, and losses would go unscaled: write 'dynamic' (or "
@@ -47,3 +52,10 @@ def loss_scale(description: float | str | LossScale) -> LossScale:
             )
         return SCHEDULES[name]()
     return NoScale() if description == 1 else StaticScale(description)
+
+
+def _is_number(text: str) -> bool:
+    try:
+        return not math.isnan(float(text))
+    except ValueError:
+        return False

@@ -46,7 +46,8 @@ def check_scale(scale: Any, name: str = "scale") -> float:
     if not SMALLEST_SCALE <= number <= LARGEST_SCALE:
         raise ScaleError(
             f"{name}={scale!r}: a loss scale lies between 2**-126 and 2**127, so that the scale and its reciprocal are "
-            "normal float32 numbers; beyond, unscaled gradients become infinite or zero without anybody noticing"
+            "normal float32 numbers; beyond, unscaled gradients become infinite or zero without anybody noticing. For "
+            "a scale that finds itself, which some scripts of Apex call 0, write 'dynamic'"
         )
     return number
 

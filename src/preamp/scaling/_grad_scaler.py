@@ -229,7 +229,7 @@ class GradScaler(torch.amp.GradScaler):
         self._updates += 1
         run = self._run.add(found, host_skipped, self._skips)
         seen = _named(self._seen)
-        self._run.judge(run, "loss", lambda: float(used), lambda: first_nonfinite(seen), " (preamp.float_function)")
+        self._run.judge(run, "loss", lambda: float(used), lambda: first_nonfinite(seen), "preamp.float_function")
 
     def state_dict(self) -> dict[str, Any]:
         """As torch's, with the state of another schedule under "schedule"."""

@@ -107,12 +107,12 @@ class Run(Count):
 
     def judge(
         self, run: int | None, name: str, scale: Callable[[], float] | None, offender: Callable[[], str | None],
-        advice: str = "",
+        advice: str = "prepare(..., modules={'its.path': 'full'})",
     ) -> None:  # fmt: skip
         """Warn of a long row, and again each time that it has doubled; raise `ScaleCollapse` at the end of patience.
 
         `run`: its length, where the host knows it. `scale`: reads the scale of the loss `name`; None: it has none.
-        `offender`: finds the first bad parameter. `advice`: how to keep its layer in float32, if not by a policy.
+        `offender`: finds the first bad parameter. `advice`: how to keep a layer in float32.
         """
         if run is None:
             return
@@ -133,13 +133,13 @@ class Run(Count):
         if self._device is not None:
             self._device.zero_()
         parameter = offender()
-        layer = "" if advice else (parameter or "").rpartition(".")[0]
         of_scale = "" if scale is None else f"loss scale {name!r} stands at {stands:g} after "
         cure = "Look" if scale is None else "No scale cures that: compute in bfloat16 (level='O4'), look"
         error = ScaleCollapse(
-            f"{of_scale}{run} skipped steps in a row; first gradient that is not finite: {parameter or 'none now'}. "
-            f"{cure} for inf or nan in the data or in the loss, or keep the layer in full precision{advice}"
-            + (f": policy.override({layer!r}, 'full')." if layer else ".")
+            f"{of_scale}{run} skipped steps in a row; first parameter, in the model's order, whose gradient is not "
+            f"finite: {parameter or 'none now'}, which need not be where it began. `preamp doctor SCRIPT.py` names the "
+            f"line. {cure} for inf or nan in the data or in the loss, or keep the layer of that line in float32: "
+            f"{advice}."
             + ("" if scale is None else " A scale with patience=None goes on for ever."),
             name=name, scale=stands, skipped=run, parameter=parameter,
         )  # fmt: skip

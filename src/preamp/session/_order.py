@@ -177,9 +177,9 @@ class CallOrder:
         if not ran:
             since = " since the last step" if steps else ""
             why = (
-                ", or after zero_grad(): gradients of loss.backward() alone are not scaled, and would vanish when they "
-                "are unscaled. Write session.backward(loss) in place of loss.backward(), before each session.step(). "
-                "For gradients that are made by hand, make them of session.scale(loss)"
+                ", or after zero_grad(): there is nothing to step, for gradients of a loss.backward() of your own are "
+                "not multiplied by the loss scale, and would vanish as they are unscaled. Write session.backward(loss) "
+                "before each session.step(). For gradients that are made by hand, make them of session.scale(loss)"
                 if losses.scaled
                 else ", and no gradient has come since: it would change nothing, or repeat a step. Run "
                 "session.backward(loss) before each session.step()"

@@ -212,7 +212,8 @@ def _check_kinds(models: dict[str, Any], optimizers: dict[str, Any]) -> None:
             )
         if optimizer in OPEN:
             raise SessionError(
-                f"{_called(name, optimizer)} has an open session: close() that, or prepare() both at once"
+                f"{_called(name, optimizer)} is in a session that is open: close() that one first. For several models "
+                "or optimizers call prepare() once, with lists of them"
             )
     if len({id(o) for o in optimizers.values()}) < len(optimizers):
         raise SessionError("the same optimizer is given twice")
@@ -220,6 +221,8 @@ def _check_kinds(models: dict[str, Any], optimizers: dict[str, Any]) -> None:
 
 def _make_one(given: Any) -> str:
     """Say how to make an optimizer of what was given as one."""
+    if isinstance(given, str):
+        return f"A level is named: prepare(model, optimizer, level={given!r})"
     if isinstance(given, LRScheduler):
         return "Give it the scheduler's optimizer, which the scheduler goes on changing"
     made = given.__name__ if isinstance(given, type) and issubclass(given, Optimizer) else "torch.optim.AdamW"

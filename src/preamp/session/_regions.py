@@ -92,30 +92,37 @@ _PRODUCT = re.compile(r"(Add|B|Badd)?[Mm]m|Convolution|Linear|ScaledDot")
 _NATIVE = re.compile(r"\w+Backward\d+|torch::autograd::\w+")
 
 
-def ran_outside(loss: Tensor) -> bool:
-    """Whether matrix products led to `loss`, and no cast, which a region would have made of their float32 weights.
+def dtypes_of_products(loss: Tensor) -> set[torch.dtype]:
+    """The dtypes in which matrix products that led to `loss` were computed.
 
-    What cannot be looked into counts as a region: compiled code, checkpoints, functions of one's own.
+    Empty where something cannot be looked into: compiled code, checkpoints, functions of one's own.
     """
-    products = False
+    found = set()
     for node in nodes_behind(loss):
         name = node.name()
-        if name == "ToCopyBackward0" or not _NATIVE.fullmatch(name):
-            return False
-        products = products or _PRODUCT.match(name) is not None
-    return products
+        if not _NATIVE.fullmatch(name):
+            return set()
+        if _PRODUCT.match(name):
+            found.add(node._input_metadata[0].dtype)
+    return found
 
 
 def warn_outside(loss: Tensor, policy: Policy, full: FullPrecision) -> None:
-    """Warn if the first loss of a session ran outside of all regions, where they alone have it in 16 bits.
+    """Warn if the first loss of a session, before any of its regions, was computed in another dtype than they have.
 
     Not if it was made in full precision on purpose.
     """
     inside = loss.grad_fn is not None and full.nodes.has(loss.grad_fn)
-    if policy.has_regions and policy.params is torch.float32 and not inside and ran_outside(loss):
+    if not policy.has_regions or policy.params is not torch.float32 or inside:
+        return  # a 16-bit model tells of another region as it is called
+    found = dtypes_of_products(loss)
+    others = found & LOW_DTYPES - {policy.compute}
+    if others or found == {torch.float32}:
+        where = "another region, as torch.autocast makes them" if others else "no region"
         warnings.warn(
             f"the session computes in {name_of(policy.compute)} inside of session.autocast(), and this loss was "
-            "computed in float32 outside of it. Write `with session.autocast():` around the forward pass and the loss",
+            f"computed in {' and '.join(map(name_of, others or found))}, in {where}. Write `with session.autocast():` "
+            "around the forward pass and the loss, in place of any other",
             PreampWarning,
             stacklevel=4,
         )
@@ -184,6 +191,11 @@ class FullPrecision:
         except BaseException:
             self.__exit__()
             raise
+
+    def runs(self, does: bool) -> None:
+        """Have the model all in float32 if it `does` run inside."""
+        for conversion in self._conversions if does else ():
+            conversion.rest_to_float()
 
     def __exit__(self, *_: object) -> None:
         self.depth = 0

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ..autocast import outside_regions
 from ..compiling import traced_by_callers, uncompiled
 from ..errors import SessionError
 from ..frameworks import unwrap
@@ -34,7 +33,10 @@ from ._released import Released
 from ._report import StepReport
 from ._step import OptimizerSteps
 
-_CLOSED = "this session is closed; prepare the model again to go on"
+_OutsideRegions = torch._C._DisableAutocast
+"""What comes after backward is no model's arithmetic: a region that is still open, also torch's, has no say in it."""
+
+_CLOSED = "this session is closed, by close() or at the end of its `with` block: prepare() again to go on"
 
 
 class Session:
@@ -129,13 +131,15 @@ class Session:
         a plain `loss.backward()` inside are dropped as it ends.
 
         Args:
-            values_only: Parameters and buffers are to be read or written, and the model will not run.
+            values_only: Parameters and buffers are to be read or written, and the model will not run. Frozen weights
+                that came in 16 bits stay so, and need no memory in float32.
 
         Raises:
             SessionError: Without `values_only`, for a model that FSDP2 gathers in 16 bits: it can only be read.
         """
         self._check_open()
         if self._full.depth:
+            self._full.runs(not values_only)
             yield
             return
         self._reshard()
@@ -144,6 +148,7 @@ class Session:
         self._gradients.rest()
         self._full.waiting = self._pending.running and not all(map(self._pending.has_stepped, self._steps.optimizers))
         with self._full, torch.autocast(self.device_type, enabled=False):
+            self._full.runs(not values_only)
             yield
 
     # -- backward
@@ -253,7 +258,6 @@ class Session:
     # -- between backward and step
 
     @uncompiled
-    @outside_regions
     def unscale_(self, optimizer: Optimizer | None = None) -> None:
         """Make the gradients true: unscaled, float32 for parameters with masters. Idempotent.
 
@@ -264,13 +268,13 @@ class Session:
         """
         self._needs_gradients("unscale_()")
         self._order.check_full("unscale_()")
-        for each in checks.selected(self._optimizers, optimizer):
-            if not self._gradients.is_true(each):  # else ranks would wait for one that calls this alone
-                self._steps.read(each)
-                self._gradients.make_true(each)
+        with _OutsideRegions():
+            for each in checks.selected(self._optimizers, optimizer):
+                if not self._gradients.is_true(each):  # else ranks would wait for one that calls this alone
+                    self._steps.read(each)
+                    self._gradients.make_true(each)
 
     @uncompiled
-    @outside_regions
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0, *, optimizer: Optimizer | None = None) -> Tensor:
         """Shrink the true gradients so that their common norm is at most `max_norm`.
 
@@ -286,14 +290,15 @@ class Session:
             The norm before, 0-d float32; not finite if the step will be skipped.
         """
         self._needs_gradients("clip_grad_norm_()")
+        checks.check_limit("clip_grad_norm_", max_norm)
         chosen = checks.selected(self._optimizers, optimizer)
         self._order.check_clip("clip_grad_norm_", chosen, self._shares)
-        for each in chosen:
-            self._steps.read(each)
-        return self._gradients.clip_by_norm(chosen, max_norm, norm_type, at_once=self._shares)
+        with _OutsideRegions():
+            for each in chosen:
+                self._steps.read(each)
+            return self._gradients.clip_by_norm(chosen, max_norm, norm_type, at_once=self._shares)
 
     @uncompiled
-    @outside_regions
     def clip_grad_value_(self, clip_value: float, *, optimizer: Optimizer | None = None) -> None:
         """Clamp every entry of the true gradients.
 
@@ -302,13 +307,15 @@ class Session:
             optimizer: Only its gradients; None for those of all.
         """
         self._needs_gradients("clip_grad_value_()")
+        checks.check_limit("clip_grad_value_", clip_value)
         chosen = checks.selected(self._optimizers, optimizer)
         self._order.check_clip("clip_grad_value_", chosen)
         self.unscale_(optimizer)
-        for each in chosen:
-            self._steps.read(each)
-            self._gradients.norm(each)
-            clip_values_(gradients_of(each), float(clip_value))
+        with _OutsideRegions():
+            for each in chosen:
+                self._steps.read(each)
+                self._gradients.norm(each)
+                clip_values_(gradients_of(each), float(clip_value))
 
     def memory(self) -> Memory:
         """What this process holds from step to step, in bytes, by kind; `preamp.plan` counts the same beforehand.
@@ -321,7 +328,6 @@ class Session:
     # -- step
 
     @uncompiled
-    @outside_regions
     def step(self, optimizer: Optimizer | None = None) -> StepReport:
         """Step all optimizers, or one, each unless its gradients are not finite; then update the scales.
 
@@ -348,7 +354,8 @@ class Session:
         self._masters.step = self._attempts
         take = self._steps.take_all if self._released is None else self._released.finish
         try:
-            parameters, read, norm, host_skipped = take(chosen, self._check_stepping)
+            with _OutsideRegions():
+                parameters, read, norm, host_skipped = take(chosen, self._check_stepping)
         finally:
             torch.clear_autocast_cache()  # of a region that is open still: casts of weights as they were
             self._reshard()  # weights that an evaluation since backward has gathered are out of date
