@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import builtins
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,14 +12,16 @@ import griffe
 
 _EXAMPLE = re.compile(r"^>>> .*(?:\n(?!\n).+)*", re.MULTILINE)
 
+_EXCEPTIONS = {n for n, kind in vars(builtins).items() if isinstance(kind, type) and issubclass(kind, Exception)}
+
 PAGES = Path(__file__).resolve().parents[1] / "docs" / "reference"
 
 
 class Reference(griffe.Extension):
     """Fences every example, up to the next empty line: Markdown would take the prompts `>>>` for quotations.
 
-    Bases are those that a reader can look up, torch's or on a page of the reference. A class between is left out, and
-    its own bases stand for it.
+    Bases are those that a reader can look up: exceptions of Python's, classes of torch's, and those on a page of the
+    reference. A class between is left out, and its own bases stand for it.
     """
 
     def __init__(self) -> None:
@@ -48,7 +51,7 @@ class Reference(griffe.Extension):
             path = base if isinstance(base, str) else base.canonical_path
             own = classes.get(path)
             if own is None:
-                if path.startswith("torch."):
+                if path.startswith("torch.") or path in _EXCEPTIONS:
                     yield path
             elif own.name in self._shown:
                 yield self._shown[own.name]

@@ -30,7 +30,9 @@ class MemoryRow:
     kind: str
     """"parameters", "gradients", "masters", "states", "buffers" or "gradient buckets"."""
     dtype: torch.dtype
+    """Of these tensors."""
     bytes: int
+    """What they hold together."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +49,11 @@ class Memory:
         return sum(row.bytes for row in self.rows)
 
     def bytes_of(self, kind: str) -> int:
-        """The bytes of one kind ("states"); 0 where there are none."""
+        """The bytes of one kind; 0 where there are none.
+
+        Args:
+            kind: As `MemoryRow.kind` has it: "states".
+        """
         return sum(row.bytes for row in self.rows if row.kind == kind)
 
     def to_table(self, title: str = "") -> Table:

@@ -50,6 +50,9 @@ class SessionScaler(torch.amp.GradScaler):
     scale and its skips. The session updates its scale in `step`, and chooses it: `update` does nothing, and setting the
     scale or its factors is a `SessionError`. The loop's forward pass belongs inside `session.autocast()`.
 
+    Args:
+        session: What `preamp.prepare` returned.
+
     >>> session = preamp.prepare(model, optimizer, level="O2")
     >>> scaler = preamp.SessionScaler(session)
     >>> scaler.scale(loss).backward()
