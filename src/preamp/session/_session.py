@@ -17,7 +17,7 @@ from ..compiling import traced_by_callers, uncompiled
 from ..errors import SessionError
 from ..frameworks import unwrap
 from ..kernels import clip_values_, multiply_
-from ..ledger import Gradients, Masters, clear_gradients, dtype_of_gradient, gradients_of
+from ..ledger import Gradients, Masters, clear_gradients, gradients_of
 from ..modules import Conversion
 from ..optim import FusedOptimizer
 from ..policy import Policy
@@ -31,6 +31,7 @@ from ._order import BackwardPass, CallOrder
 from ._regions import FullPrecision, Joining, SessionRegion, held_kernels, not_synchronised, warn_outside
 from ._released import Released
 from ._report import StepReport
+from ._restored import restore
 from ._step import OptimizerSteps
 
 _OutsideRegions = torch._C._DisableAutocast
@@ -497,42 +498,9 @@ class Session:
 
     def close(self) -> None:
         """Restore model, optimizer and torch; the second call does nothing."""
-        if self._closed:
-            return
-        self._closed = True
-        if (region := self._opened.pop(threading.get_ident(), None)) is not None:
-            region.leave()
-        torch.clear_autocast_cache()
-        self._full.leave()
-        self._order.close()
-        if self._released is not None:
-            self._released.close()
-        true = self._true_gradients()
-        self._steps.close()
-        self._reshard()
-        for conversion in self._conversions:
-            conversion.undo()
-        kept = {p: self._masters.stored(p) for p in self._masters}
-        self._masters.restore()
-        for parameter, gradient in true.items():
-            parameter.grad = gradient.to(dtype_of_gradient(parameter))
-        self._steps.take_states_back(kept)
-        self._release_kernels()
-        self._rates.restore()
-
-    def _true_gradients(self) -> dict[nn.Parameter, Tensor]:
-        """Make gradients that no step has used true, permanently, and drop scaled ones that a step has used.
-
-        Returns those of low parameters, in float32.
-        """
-        self._gradients.rest()
-        inverse = None
-        if not self._gradients.carried:  # no backward pass has come to those
-            inverse = self._losses.shared.inverse(self._gradients.device)
-            if inverse is not None and not self._pending.running:
-                for each in self._optimizers.values():
-                    each.zero_grad()
-        return self._gradients.true_for_good(inverse)
+        if not self._closed:
+            self._closed = True
+            restore(self)
 
     __iter__ = checks.not_unpacked
 
