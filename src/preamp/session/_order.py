@@ -205,9 +205,10 @@ class CallOrder:
         if capturing or report.scale < 256 or not report.scale * report.grad_norm <= 100:  # not finite, perhaps
             return
         self._looks, self.changed = 0, False
+        norm = f"the true ones have the norm {report.grad_norm:.2g}" if report.grad_norm else "all of them are 0 now"
         warnings.warn(
             f"gradients were changed after backward, while they were multiplied by the loss scale {report.scale:g}: "
-            f"the true ones have the norm {report.grad_norm:.2g}. To clip, write session.clip_grad_norm_(max_norm). "
+            f"{norm}, and the step was taken. To clip, write session.clip_grad_norm_(max_norm). "
             "For any other change call session.unscale_() first, or scaler.unscale_(optimizer)",
             PreampWarning,
             stacklevel=3,
