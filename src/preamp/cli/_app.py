@@ -118,7 +118,7 @@ def lr_find(
     device: _Device = None,
     out: _Out = Path("preamp-lr-find"),
 ) -> None:
-    """Find a learning rate for one of the demo's networks (for your own: preamp.lr_finder.sweep). Writes the curve."""
+    """Find a learning rate for one of the demo's networks. For your own: preamp.lr_finder.sweep. Writes the curve."""
     from ._lr_find import find_lr
 
     console = Console(emoji=False)
