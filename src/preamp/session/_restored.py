@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from typing import TYPE_CHECKING
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -11,12 +11,9 @@ from torch.nn import Parameter
 
 from ..ledger import dtype_of_gradient
 
-if TYPE_CHECKING:
-    from ._session import Session
 
-
-def restore(session: Session) -> None:
-    """Undo what `prepare` and the session have changed."""
+def restore(session: Any) -> None:
+    """Undo what `prepare` and a `Session` have changed."""
     if (region := session._opened.pop(threading.get_ident(), None)) is not None:
         region.leave()
     torch.clear_autocast_cache()
@@ -38,7 +35,7 @@ def restore(session: Session) -> None:
     session._rates.restore()
 
 
-def _true_gradients(session: Session) -> dict[Parameter, Tensor]:
+def _true_gradients(session: Any) -> dict[Parameter, Tensor]:
     """Make gradients that no step has used true, permanently, and drop scaled ones that a step has used.
 
     Returns those of low parameters, in float32.
@@ -50,4 +47,5 @@ def _true_gradients(session: Session) -> dict[Parameter, Tensor]:
         if inverse is not None and not session._pending.running:
             for each in session._optimizers.values():
                 each.zero_grad()
-    return session._gradients.true_for_good(inverse)
+    true: dict[Parameter, Tensor] = session._gradients.true_for_good(inverse)
+    return true
