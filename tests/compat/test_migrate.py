@@ -16,8 +16,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import preamp
-from preamp.errors import MissingExtra
-from preamp.migrate import CannotParse, NoSuchFile, migrate_source, run
+from preamp.errors import MissingExtra, PreampError
+from preamp.migrate import CannotParse, migrate_source, run
 from preamp.migrate._notes import LINES, lacking
 
 from .migrations import both, migrated, outputs, same_code
@@ -254,6 +254,16 @@ def test_modes_and_inference_are_left_as_they_are(tmp_path: Path) -> None:
         ("clip(amp.master_params(o), 1.0)", "session.clip_grad_norm_(max_norm)"),
         ("self.amp.scale_loss(loss, o)", "session.backward(loss)"),
         ("{'amp': amp.state_dict()}", "session.state_dict()"),
+        (
+            "ms, os = amp.initialize([g, d], [a, b], opt_level='O1', loss_scale=args.s, num_losses=3)",
+            "session = preamp.prepare([g, d], [a, b], level='O1', scale=args.s, losses=[str(i) for i in range(3)])",
+        ),
+        (
+            "m, o = amp.initialize(m, o, opt_level='O2', keep_batchnorm_fp32=True, loss_scale=None)",
+            "session = preamp.prepare(m, o, level='O2', norms=\"fp32\" (if True))",
+        ),
+        ("with amp.scale_loss(l, o, loss_id=1) as s: s.backward()", "session.backward(l, name=str(1)), "),
+        ("norm = apex.normalization.MixedFusedRMSNorm(8)", "torch.nn.RMSNorm("),
         ("@amp.float_function\ndef f(x): pass", "preamp.float_function"),
         ("class Norm(apex.normalization.FusedLayerNorm): pass", "torch.nn.LayerNorm"),
         ("opt = apex.optimizers.fused_adam.FusedAdam(p)", "preamp.optim.AdamW, weight_decay=0.0 if none is given"),
@@ -345,7 +355,7 @@ def test_files_that_cannot_be_read(tmp_path: Path) -> None:
     (tmp_path / "n.ipynb").write_text('{"cells": ["import apex"]}')
     text, status = run([tmp_path / "n.ipynb"])
     assert status == 2 and "notebook" in text
-    with pytest.raises(NoSuchFile, match=r"nothing\.py"):
+    with pytest.raises(PreampError, match=r"nothing\.py"):
         run([tmp_path / "nothing.py"])
     assert run([tmp_path / "old.py"]) == ("nothing of Apex is used there\n", 0)
 

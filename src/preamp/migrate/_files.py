@@ -15,10 +15,6 @@ from ._notes import CannotParse, Migration
 _SKIPPED = {".git", ".hg", ".tox", ".venv", "venv", "__pycache__", "node_modules", "site-packages", "build", "dist"}
 
 
-class NoSuchFile(PreampError, FileNotFoundError):
-    """A file or folder that is not there."""
-
-
 def migrate_source(source: str, filename: str = "script.py", beside: Iterable[tuple[str, str]] = ()) -> Migration:
     """A script for Apex as one that runs without it, formatting and comments kept.
 
@@ -39,8 +35,8 @@ def run(paths: Sequence[Path], write: bool = False) -> tuple[str, int]:
     """Rewrite files and all `*.py` in folders; the text to print and an exit status.
 
     `write`: replace the files, else only show the difference. Status 0: they run without Apex; 1: a note says what
-    they need that preamp's Apex does not have; 2: a file could not be read, and was left alone. Raises `NoSuchFile`,
-    and `MissingExtra` without libcst.
+    they need that preamp's Apex does not have; 2: a file could not be read, and was left alone. `PreampError` for one
+    that is not there, `MissingExtra` without libcst.
     """
     parts, status, given = list[str](), 0, list(files(paths))
     for path in given:
@@ -84,7 +80,7 @@ def files(paths: Sequence[Path]) -> Iterator[Path]:
         elif path.exists():
             yield path
         else:
-            raise NoSuchFile(f"there is no file or folder {str(path)!r}: name a Python script, or a folder of them")
+            raise PreampError(f"there is no file or folder {str(path)!r}: name a Python script, or a folder of them")
 
 
 def _own_apex(path: Path, roots: Sequence[Path]) -> Path | None:

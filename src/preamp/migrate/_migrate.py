@@ -8,7 +8,7 @@ from collections.abc import Iterable
 
 import libcst as cst
 
-from ._notes import COMPILED, LINES, Migration, Note, lacking
+from ._notes import COMPILED, LINES, OPTIONS, Migration, Note, lacking
 from ._script import IMPORTERS, Edit, Script, apex_name, dotted, imported, walk
 from ._translate import Stays, need, translated
 
@@ -128,4 +128,5 @@ def _filled(script: Script, node: cst.BaseExpression, line: str) -> str:
     texts = {word: given.get(word, given.get(place, "...")) for word, place in rows}
     if texts["optimizers"] == "..." and given and not any(arg.star for arg in args):  # it is for inference
         texts["optimizers"] = "None"
-    return " ".join(line.format(**texts).split())
+    more = [f", {text.format(given[word])}" for word, text in OPTIONS.items() if given.get(word, "None") != "None"]
+    return " ".join(line.format(**texts, more="".join(more)).split())

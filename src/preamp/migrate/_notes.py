@@ -73,13 +73,10 @@ def lacking(name: str) -> str | None:
     return f"apex.{module}" if nvidias and module not in ours else None
 
 
-_ON_LISTS = "torch._foreach_* on the lists of tensors, after session.unscale_() if they are gradients"
-_MASTERS = 'session = preamp.prepare(model, optimizer, level="O2"), which keeps float32 masters of the float32 model'
-
 LINES = {
-    "amp.initialize": "session = preamp.prepare({models}, {optimizers}, level={opt_level})",
-    "amp.scale_loss": "session.backward({loss}), for the with and its body; the loss from `with session.autocast():`",
-    "amp.master_params": "session.clip_grad_norm_(max_norm); or session.unscale_(), and read p.grad",
+    "amp.initialize": "session = preamp.prepare({models}, {optimizers}, level={opt_level}{more})",
+    "amp.scale_loss": "session.backward({loss}{more}), for the with and its body; loss from `with session.autocast():`",
+    "amp.master_params": "session.clip_grad_norm_(max_norm); unscale_() to read p.grad; full_precision() to save",
     "amp.state_dict": "session.state_dict()",
     "amp.load_state_dict": "session.load_state_dict(state); of Apex's state, give the scale to prepare(..., scale=...)",
     "amp.disable_casts": "session.autocast(enabled=False)",
@@ -89,20 +86,22 @@ LINES = {
     "amp.register_half_function": 'preamp.prepare(..., policy="O1; op NAME -> low")',
     "amp.register_float_function": 'preamp.prepare(..., policy="O1; op NAME -> full")',
     "amp.init": "session = preamp.prepare(model, optimizer, level=...)",
-    "amp._amp_state": "session.loss_scale(), session.skipped, session.policy",
+    "amp._amp_state": "session.loss_scale(), session.skipped; to set it, scale=preamp.DynamicScale(init_scale=...)",
     "optimizers.FusedAdam": "preamp.optim.AdamW, weight_decay=0.0 if none is given; Adam for adam_w_mode=False",
     "optimizers.FusedSGD": "preamp.optim.SGD",
     "optimizers.FusedLAMB": "preamp.optim.LAMB",
     "optimizers.FusedNovoGrad": "preamp.optim.NovoGrad",
     "optimizers.FusedAdagrad": "preamp.optim.Adagrad",
-    "optimizers.FP16_Optimizer": _MASTERS,
-    "contrib.optimizers": _MASTERS,
-    "fp16_utils": _MASTERS,
+    **dict.fromkeys(
+        ("optimizers.FP16_Optimizer", "contrib.optimizers", "fp16_utils"),
+        'session = preamp.prepare(model, optimizer, level="O2"), which keeps float32 masters of the float32 model',
+    ),
     "fp16_utils.to_python_float": "tensor.item()",
     "fp16_utils.clip_grad_norm": "session.clip_grad_norm_(max_norm)",
     "fp16_utils.model_grads_to_master_grads": "session.step(), which does this",
     "fp16_utils.master_params_to_model_params": "session.step(), which does this",
-    "normalization": "torch.nn.LayerNorm, torch.nn.RMSNorm(..., eps=1e-5)",
+    "normalization": "torch.nn.LayerNorm",
+    **dict.fromkeys(("normalization.FusedRMSNorm", "normalization.MixedFusedRMSNorm"), "torch.nn.RMSNorm(eps=1e-5)"),
     "contrib.layer_norm": "torch.nn.LayerNorm",
     "contrib.clip_grad": "session.clip_grad_norm_(max_norm)",
     "contrib.xentropy": 'torch.nn.functional.cross_entropy(logits.float(), labels, reduction="none")',
@@ -113,11 +112,15 @@ LINES = {
     "parallel.LARC": "preamp.optim.LAMB, which scales rates layer by layer too",
     "mlp": "torch.nn.Sequential of torch.nn.Linear and torch.nn.ReLU",
     "fused_dense": "torch.nn.Linear",
-    "multi_tensor_apply": _ON_LISTS,
-    "amp_C": _ON_LISTS,
+    **dict.fromkeys(("multi_tensor_apply", "amp_C"), "torch._foreach_*, of gradients after session.unscale_()"),
     "apex_C": "torch._utils._flatten_dense_tensors(tensors), torch._utils._unflatten_dense_tensors(flat, tensors)",
 }
 """Of preamp's own API, or torch's, by a name of Apex without "apex."; {loss} and others are arguments."""
+OPTIONS = {
+    "loss_scale": "scale={}", "keep_batchnorm_fp32": 'norms="fp32" (if {})', "loss_id": "name=str({})",
+    "num_losses": "losses=[str(i) for i in range({})]",
+}  # fmt: skip
+"""What preamp has for more arguments of those calls; {} is the value that Apex gets."""
 
 
 def row_of(name: str) -> str | None:

@@ -108,7 +108,7 @@ class _Translation:
         self.is_scaled = level == "'O1'"
         usual = {"opt_level": level, "loss_scale": "'dynamic'" if self.is_scaled else "None", "verbosity": ""}
         more = [word for word, text in given.items() if text != usual.get(word) and word != "verbosity"]
-        need(not more, call, f"{', '.join(more)} of amp.initialize may have no counterpart")
+        need(not more, call, f"{', '.join(more)} of amp.initialize changes how Apex trains")
         own = self.imported | {inner for line in self.installed for inner in walk(line)}
         used = {each.value for each in script.nodes if isinstance(each, cst.Name) and each not in own}
         used |= {local for _, name, local in script.imports() if name != "preamp"}
