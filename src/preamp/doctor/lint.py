@@ -59,7 +59,7 @@ def examine(
 
     Returns:
         A report. Its `findings` are PA101 to PA105, PA109, PA111, and PA201 or PA207 if the example's output has NaN or
-        inf, most harmful first. A healthy model has no error and no warning.
+            inf, most harmful first. A healthy model has no error and no warning.
 
     Raises:
         SessionError: For what is not a model, optimizer or example, or an example that does not run.
