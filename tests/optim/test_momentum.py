@@ -51,6 +51,16 @@ def test_muon_is_torchs(arguments: dict[str, Any]) -> None:
         assert same(mine, others)
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, BF16])
+def test_a_region_of_torch_that_is_open_does_not_change_a_step(dtype: torch.dtype) -> None:
+    params, twins = made(), made()
+    ours, theirs = Muon(params, 0.02), Muon(twins, 0.02)
+    run(ours, params, range(3))
+    with torch.autocast("cpu", dtype):
+        run(theirs, twins, range(3))
+    assert same(params, twins)
+
+
 @pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="torch has Muon from 2.9 on")
 @pytest.mark.parametrize("master", ["float32", "split", "split24"])
 def test_a_master_that_torch_kept_is_not_the_weights(master: str) -> None:
