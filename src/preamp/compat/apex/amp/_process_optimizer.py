@@ -63,6 +63,8 @@ class AmpOptimizerState(Masters):
         self.params_have_scaled_gradients = False
         self.delayed_scale = 1.0
         """The scale on the gradients while they stay scaled."""
+        self.is_open = False
+        """Whether a block of `amp.scale_loss` has begun for this optimizer, and not ended."""
         self.already_patched = False
         """Whether the next step is skipped."""
         self._replaced: list[tuple[str, Any, Any]] = []
@@ -125,6 +127,15 @@ class AmpOptimizerState(Masters):
         self._clear_low()
         put_back(self._stepped(), self._aside)
         self._aside = []
+
+    def check_closed(self) -> None:
+        """RuntimeError inside a block of `amp.scale_loss`, where gradients are scaled, and others are put aside."""
+        if self.is_open:
+            raise RuntimeError(
+                "step(), or a further amp.scale_loss(), inside a block of amp.scale_loss for the same optimizer: the "
+                "gradients are still scaled there. Write step() behind the block; for two losses write two blocks, one "
+                "after the other"
+            )
 
     def check_gradients(self, stepping: bool = False) -> None:
         """Learn of gradients that were cleared by others; RuntimeError for such as no master has learnt of."""
@@ -190,6 +201,7 @@ class AmpOptimizerState(Masters):
 
     def step(self, inner: Any, closure: Any = None, *args: Any, **kwargs: Any) -> Any:
         """Step the masters and round them into the model; where a gradient was not finite, say so instead."""
+        self.check_closed()
         if self.already_patched:
             self._optimizer._opt_called = True  # schedulers are told: the step came first, it was only skipped
             return self.skipped(closure)

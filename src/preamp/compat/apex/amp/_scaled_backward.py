@@ -15,6 +15,7 @@ from torch.nn import Parameter
 
 from ....errors import kind_of
 from ....formats import LOW_DTYPES
+from ....ledger import parameters_of
 from .._scaler import LossScaler
 
 Stash = list[tuple[Parameter, Tensor]]
@@ -22,15 +23,18 @@ Stash = list[tuple[Parameter, Tensor]]
 
 
 def as_list(optimizers: Any) -> list[Any]:
-    """One optimizer, or several in a list or tuple, as a list."""
-    return list(optimizers) if isinstance(optimizers, (list, tuple)) else [optimizers]
+    """One optimizer, or several in a list or tuple, as a list that has each of them once."""
+    return list(dict.fromkeys(optimizers)) if isinstance(optimizers, (list, tuple)) else [optimizers]
 
 
 @contextmanager
 def scaled_backward(
-    scaler: LossScaler, optimizers: Sequence[Any], loss_id: int, delay_unscale: bool = False,
+    scaler: LossScaler,
+    optimizers: Sequence[Any],
+    loss_id: int,
+    delay_unscale: bool = False,
     delay_overflow_check: bool = False,
-) -> Iterator[None]:  # fmt: skip
+) -> Iterator[None]:
     """Around the backward pass of a scaled loss, for optimizers that `initialize` has seen.
 
     When the body raises, gradients that were put aside are put back and the scale stays.
@@ -42,32 +46,51 @@ def scaled_backward(
                 "neither its masters nor how to skip its step. Pass the optimizer that amp.initialize returned; one "
                 "made anew (after a checkpoint, say) has to go through amp.initialize as well."
             )
+    stashes = [optimizer._amp_stash for optimizer in optimizers]
     scale = scaler.loss_scale()
-    for optimizer in optimizers:  # all of them before any is changed
-        optimizer._amp_stash.check_gradients()
-    for optimizer in optimizers:
-        if optimizer._amp_stash.params_have_scaled_gradients:
-            optimizer._amp_stash.rescale(scale)
+    for stash in stashes:  # all of them before any is changed
+        stash.check_closed()
+        stash.check_gradients()
+    if len(optimizers) > 1:
+        _check_apart(optimizers)
+    for optimizer, stash in zip(optimizers, stashes, strict=True):
+        if stash.params_have_scaled_gradients:
+            stash.rescale(scale)
         elif delay_unscale:
-            optimizer._amp_stash.keep_scaled(scale)
+            stash.keep_scaled(scale)
         else:
             optimizer._prepare_amp_backward()
+        stash.is_open = True
     try:
         yield
     except BaseException:
         if not delay_unscale:
-            for optimizer in optimizers:
-                optimizer._amp_stash.abandon_backward()
+            for stash in stashes:
+                stash.abandon_backward()
         raise
+    finally:
+        for stash in stashes:
+            stash.is_open = False
     if delay_unscale:
         return
     scaler.clear_overflow_state()
-    for optimizer in optimizers:
+    for optimizer, stash in zip(optimizers, stashes, strict=True):
         optimizer._post_amp_backward(scaler)
-        optimizer._amp_stash.params_have_scaled_gradients = False
+        stash.params_have_scaled_gradients = False
     if not delay_overflow_check and scaler.update_scale():
-        for optimizer in optimizers:
-            optimizer._amp_stash.skip_next(loss_id, scaler.loss_scale())
+        for stash in stashes:
+            stash.skip_next(loss_id, scaler.loss_scale())
+
+
+def _check_apart(optimizers: Sequence[Any]) -> None:
+    """RuntimeError for a parameter of several optimizers, each of which would unscale its gradient once more."""
+    held = [id(parameter) for optimizer in optimizers for parameter in parameters_of(optimizer)]
+    if len(set(held)) < len(held):
+        raise RuntimeError(
+            "amp.scale_loss got one loss for optimizers that share parameters: a parameter is in two of the optimizers, "
+            "and its gradient would be divided by the loss scale twice. Give it to one of them, or make one optimizer "
+            "with two groups"
+        )
 
 
 def put_aside(parameters: Sequence[Parameter]) -> Stash:

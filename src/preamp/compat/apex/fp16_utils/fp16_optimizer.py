@@ -96,7 +96,6 @@ class FP16_Optimizer(Masters):
         scale = self.loss_scaler.loss_scale()
         self._put_under(scale)
         (loss.float() * scale).backward(retain_graph=retain_graph)
-        self._scale_on_fp16 = scale
         if update_master_grads:
             self.update_master_grads()
 
@@ -107,7 +106,7 @@ class FP16_Optimizer(Masters):
             multiply_gradients(self.all_fp16_params, scale / self._scale_on_fp16)
         if self._fp32_are_true:
             multiply_gradients(self.all_fp32_from_fp32_params, scale)
-        self._fp32_are_true = False
+        self._scale_on_fp16, self._fp32_are_true = scale, False
 
     def update_master_grads(self) -> None:
         """Copy the model's gradients to the masters in float32, divided by the scale; note overflow, move the scale."""
