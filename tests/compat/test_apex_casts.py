@@ -401,6 +401,27 @@ def test_weights_are_cast_once_an_iteration(monkeypatch: pytest.MonkeyPatch) -> 
     assert not _amp_state.handle.cache
 
 
+def test_a_thread_that_ends_a_backward_pass_takes_no_cast_from_another() -> None:
+    """The cache is cleared between two looks of a forward pass at it: here by the cast's own question for a version."""
+    amp.initialize(nn.Linear(1, 1), opt_level="O1", verbosity=0)
+
+    class Seen(nn.Parameter):
+        @property
+        def _version(self) -> int:  # type: ignore[override]
+            return Cleared(super()._version)
+
+    class Cleared(int):
+        def __eq__(self, other: object) -> bool:
+            _amp_state.handle._clear_cache()
+            return int(self) == other
+
+        __hash__ = int.__hash__
+
+    weight = Seen(torch.ones(2, 2))
+    for _ in range(3):
+        assert torch.mm(weight, weight).dtype is HALF
+
+
 @pytest.mark.parametrize("how", ["backward", "grad"])
 def test_weights_written_by_hand_after_a_backward_pass_are_the_ones_used(how: str) -> None:
     """Without `scale_loss`, and by way of `.data`, as an optimizer that amp has not seen may do it."""

@@ -114,14 +114,19 @@ def test_it_warns_every_time_and_names_its_category() -> None:
         ({"opt_level": "O2", "keep_batchnorm_fp32": "yes"}, AssertionError, "must be a boolean"),
         ({"opt_level": "O2", "loss_scale": "much"}, ValueError, "much"),
         ({"opt_level": "O2", "cast_model_type": "half"}, ValueError, "torch.float16"),
+        ({"opt_level": "O1", "patch_torch_functions_type": FLOAT}, ValueError, "16-bit dtype of casts"),
     ],
 )
 def test_overrides_that_do_not_go_together(options: dict[str, Any], error: type[Exception], says: str) -> None:
+    other = mlp()
+    trained = quiet(other, sgd(other), opt_level="O1")[1]
     model = mlp()
     optimizer = sgd(model)
     with pytest.raises(error, match=says):
         quiet(model, optimizer, **options)
     assert model[0].weight.dtype is FLOAT and not hasattr(optimizer, "_amp_stash")
+    with amp.scale_loss(torch.ones(()), trained) as scaled:  # what was begun before goes on as it was
+        assert float(scaled) == 2.0**16
     quiet(model, optimizer, opt_level="O2")  # nothing stands in the way afterwards
 
 

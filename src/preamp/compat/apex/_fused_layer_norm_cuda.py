@@ -60,6 +60,11 @@ def _normed(rows: Tensor, input: Tensor, shape: Shape, *params_and_eps: Any) -> 
     return out.view(input.shape).to(params[0].dtype if params else input.dtype), invvar
 
 
+def _away_from_zero(weight: Tensor, eps: float) -> Tensor:
+    """The weight to divide by. An output does not tell what it was made of where its weight is 0; Apex takes 0 then."""
+    return torch.copysign(weight.abs().clamp(min=eps), weight)
+
+
 def _gradients(
     grad: Tensor, mean: Tensor | None, invvar: Tensor, kept: Tensor, shape: Shape, more: Sequence[Any], centred: bool
 ) -> Any:
@@ -68,7 +73,7 @@ def _gradients(
     normed, rows, column = _rows(kept, shape), _rows(grad, shape), invvar.view(-1, 1)
     if more[-1] is True:
         normed = normed - _rows(params[1], shape) if len(params) > 1 else normed
-        normed = normed / _rows(params[0], shape) if params else normed
+        normed = normed / _away_from_zero(_rows(params[0], shape), more[-2]) if params else normed
     else:
         normed = (normed if mean is None else normed - mean.view(-1, 1)) * column
     scaled = rows * _rows(params[0], shape) if params else rows

@@ -102,6 +102,8 @@ def _initialize(
     try:
         for optimizer in optimizer_list:  # raises before any model is touched
             processed.append(_process_optimizer(optimizer, properties))
+        if properties.patch_torch_functions:
+            _patch_torch(model_list, properties)
         _cast(model_list, optimizer_list, properties, cast_model_outputs)
     except BaseException:
         for optimizer in processed:
@@ -114,9 +116,7 @@ def _initialize(
             "amp.load_state_dict() gave loss scales, and this further amp.initialize() makes new ones, so that they "
             "are lost: call it after the last amp.initialize()"
         )
-    _amp_state.loss_scalers, _amp_state.loaded_unused = scalers, False
-    if properties.patch_torch_functions:
-        _patch_torch(model_list, properties)
+    _amp_state.opt_properties, _amp_state.loss_scalers, _amp_state.loaded_unused = properties, scalers, False
     if optimizers is None:
         return models
     return models, optimizers

@@ -42,9 +42,8 @@ class Casts:
     ) -> None:  # fmt: skip
         self.has_cache = enable_caching
         self.verbose = verbose
-        self.cache: dict[Tensor, Tensor] = {}
-        """Parameters and their casts."""
-        self._stamps: dict[Tensor, tuple[int, int]] = {}
+        self.cache: dict[Tensor, tuple[tuple[int, int], Tensor]] = {}
+        """By parameter, its version and address, and the cast that was made of it then."""
         self._is_active = True
         self._saved: list[tuple[Any, str, bool, Any]] = []
         self.half_type = half_type
@@ -82,21 +81,22 @@ class Casts:
                 return x
             kept = keeps and isinstance(x, Parameter) and x.dtype is torch.float32 and x.requires_grad
             kept = kept and torch.is_grad_enabled() and not (torch.compiler.is_compiling() or torch._C._is_tracing())
-            stamp = (x._version, x.data_ptr()) if kept else None
-            if kept and self._stamps.get(x) == stamp:
-                return self.cache[x]
+            if kept:
+                stamp = x._version, x.data_ptr()
+                before, result = self.cache.get(x, (None, x))  # one look, as other threads may clear it meanwhile
+                if before == stamp:
+                    return result
             result = x.to(dtype)
             if self.verbose and name:
                 print(f"{_NAMES.get(x.dtype, x.dtype)}->{_NAMES.get(dtype, dtype)} ({name})")
-            if stamp is not None:
-                self.cache[x], self._stamps[x] = result, stamp
+            if kept:
+                self.cache[x] = stamp, result
             return result
 
         return cast
 
     def _clear_cache(self) -> None:
         self.cache.clear()
-        self._stamps.clear()
 
     def _save_func(self, module: Any, name: str) -> None:
         """Remember what is under a name; a name that `module` only inherits is taken away again."""
