@@ -256,6 +256,14 @@ def test_which_parts_are_cast() -> None:
     model.rnn(torch.randn(2, 1, 4).half())  # its weights lie together again
 
 
+@pytest.mark.parametrize("level", LEVELS)
+def test_complex_parameters_stay_complex(level: str) -> None:
+    model = nn.Linear(2, 2)
+    model.phase = nn.Parameter(torch.tensor([1.0 + 2.0j]))  # type: ignore[assignment]
+    quiet(model, sgd(model), opt_level=level)
+    assert torch.equal(model.phase, torch.tensor([1.0 + 2.0j]))  # type: ignore[arg-type]
+
+
 def test_what_the_casting_forward_takes_and_gives() -> None:
     class Batch:
         def __init__(self, x: Tensor) -> None:

@@ -11,7 +11,7 @@ from torch import nn
 from ....errors import kind_of
 from .._notice import warn
 from .._scaler import LossScaler
-from ..fp16_utils import FP16_Optimizer, convert_network
+from ..fp16_utils import FP16_Optimizer, convert_module, convert_network
 from ..parallel import DistributedDataParallel as ApexDDP
 from . import amp
 from ._amp_state import _amp_state
@@ -133,7 +133,8 @@ def _cast(models: list[Any], optimizers: list[Any], properties: Any, outputs: to
         if properties.keep_batchnorm_fp32:
             convert_network(model, dtype)
         else:
-            model.to(dtype)
+            for module in model.modules():
+                convert_module(module, dtype)
         patch_forward(model, dtype, torch.float32 if outputs is None else outputs)
         keep_state_dict_full(model)
     if not properties.master_weights:
