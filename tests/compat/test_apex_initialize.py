@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 import gc
 import io
+import pickle
+import threading
 import warnings
 from collections import OrderedDict, namedtuple
 from contextlib import nullcontext
@@ -346,6 +348,29 @@ def test_validating_in_float32_and_going_on(level: str) -> None:
     model.to(low).train()
     model[1].float()
     assert all(map(np.isfinite, train(model, optimizer, 2)))
+
+
+def test_a_copy_is_made_of_what_the_model_gives_to_be_copied() -> None:
+    """A lock, say, is left out by `__getstate__`."""
+    model = HoldsLock()
+    quiet(model, opt_level="O2")
+    for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert twin.lock is not model.lock and twin(torch.ones(1, 2)).dtype is FLOAT
+
+
+class HoldsLock(nn.Linear):
+    """What cannot be pickled with all of its attributes."""
+
+    def __init__(self) -> None:
+        super().__init__(2, 2)
+        self.lock = threading.Lock()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in vars(self).items() if name != "lock"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self.lock = threading.Lock()
 
 
 def test_a_forward_that_somebody_replaced_on_the_instance() -> None:

@@ -55,7 +55,7 @@ def _forward(self: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _reduce_ex(self: Any, protocol: Any) -> Any:
-    return _rebuild, (self._amp_original,), self.__dict__
+    return _rebuild, (self._amp_original,), getattr(self, "__getstate__", lambda: self.__dict__)()
 
 
 def _rebuild(original: type[nn.Module]) -> nn.Module:
@@ -145,7 +145,7 @@ def _tell_masters(module: nn.Module, state_dict: dict[str, Any], prefix: str, *_
 
 
 def check_params_fp32(models: list[nn.Module]) -> None:
-    """RuntimeError for a model that has 16-bit parameters or buffers already."""
+    """RuntimeError for a model that has float16 parameters or buffers already."""
     for model in models:
         for kind, named in (("param", model.named_parameters()), ("buffer", model.named_buffers())):
             for name, value in named:

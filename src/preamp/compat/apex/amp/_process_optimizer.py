@@ -207,11 +207,10 @@ class AmpOptimizerState(Masters):
             return self.skipped(closure)
         if closure is None:
             self.check_unscaled()
-        if self.master_weights:
-            if closure is not None:
-                raise RuntimeError(NO_CLOSURE)
             self.check_gradients(stepping=True)
-        if closure is not None:
+        elif self.master_weights:
+            raise RuntimeError(NO_CLOSURE)
+        else:
             args = (closure, *args)
         handle = getattr(_amp_state, "handle", None)
         with nullcontext() if handle is None else handle._disable_casts():

@@ -98,10 +98,14 @@ class Casts:
     def _clear_cache(self) -> None:
         self.cache.clear()
 
-    def _save_func(self, module: Any, name: str) -> None:
-        """Remember what is under a name; a name that `module` only inherits is taken away again."""
+    def _replace(self, module: Any, name: str, wrapper: Callable[..., Any]) -> None:
+        """Put a wrapper in the place of a function until `_deactivate`; it gets the function's name and documentation.
+
+        A name that `module` only inherits is taken away again.
+        """
         own = name in vars(module)
         self._saved.append((module, name, own, vars(module)[name] if own else None))
+        setattr(module, name, functools.wraps(getattr(module, name))(wrapper))
 
     def _deactivate(self) -> None:
         """Put everything back under the names in torch where it was found. A second call does nothing."""
@@ -158,7 +162,6 @@ def patch(module: Any, name: str, prepare: Prepare, handle: Casts) -> None:
     if function is None:
         return
 
-    @functools.wraps(function)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
         if not handle._is_active:
             return function(*args, **kwargs)
@@ -168,24 +171,20 @@ def patch(module: Any, name: str, prepare: Prepare, handle: Casts) -> None:
             return out.resize_(result.shape).copy_(result)
         return result
 
-    handle._save_func(module, name)
-    setattr(module, name, wrapper)
+    handle._replace(module, name, wrapper)
 
 
 def clear_after_backward(handle: Casts) -> None:
     """Have all backward passes, of `torch.autograd.grad` too, end with an empty cache."""
-    name = "_engine_run_backward"
-    function = getattr(torch.autograd, name)
+    function = torch.autograd._engine_run_backward
 
-    @functools.wraps(function)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
         try:
             return function(*args, **kwargs)
         finally:
             handle._clear_cache()
 
-    handle._save_func(torch.autograd, name)
-    setattr(torch.autograd, name, wrapper)
+    handle._replace(torch.autograd, "_engine_run_backward", wrapper)
 
 
 # -- ways to prepare the arguments of the function of a name
@@ -267,19 +266,17 @@ CELL_NAMES = [name + "_cell" for name in RNN_NAMES]
 def whitelist_rnn_cells(handle: Casts) -> None:
     """Have all recurrent layers and cells compute in 16 bits, until `handle._deactivate()`."""
     for name in (*RNN_NAMES, *CELL_NAMES):
-        handle._save_func(torch._VF, name)
-        setattr(torch._VF, name, _in_low(getattr(torch._VF, name), handle))
-    handle._save_func(nn.RNNBase, "check_input")
-    nn.RNNBase.check_input = _without_dtype(nn.RNNBase.check_input, handle)  # type: ignore[method-assign]
+        handle._replace(torch._VF, name, _in_low(name, handle))
+    handle._replace(nn.RNNBase, "check_input", _without_dtype(nn.RNNBase.check_input, handle))
 
 
-def _in_low(function: Any, handle: Casts) -> Any:
-    @functools.wraps(function)
+def _in_low(name: str, handle: Casts) -> Any:
+    function, cast = getattr(torch._VF, name), handle.caster(handle.half_type, name)
+
     def wrapper(*args: Any, **kwargs: Any) -> Any:
         if not handle._is_active or not handle.takes(args[0]):
             return function(*args, **kwargs)
-        cast = handle.caster(handle.half_type, function.__name__)
-        if args[0].is_cuda and function.__name__ in RNN_NAMES:
+        if args[0].is_cuda and name in RNN_NAMES:
             # cuDNN wants the weights of a layer in one piece of memory. torch's own autocast lays out such a piece in
             # 16 bits, differentiably; the rest is cast here so that the result is in 16 bits for sure.
             inputs = [mapped(cast, x) if not _is_weights(x) else x for x in args]
@@ -297,7 +294,6 @@ def _is_weights(x: Any) -> bool:
 def _without_dtype(check: Any, handle: Casts) -> Any:
     """Torch refuses inputs of another dtype than the weights', which the functions above bring together."""
 
-    @functools.wraps(check)
     def wrapper(self: Any, input: Tensor, batch_sizes: Tensor | None) -> None:
         if handle._is_active and input.is_floating_point():
             input = torch.empty(input.shape, dtype=self._flat_weights[0].dtype, device="meta")
