@@ -527,6 +527,30 @@ def test_checkpointing_recomputes_the_same() -> None:
         assert all(torch.equal(a, b) for a, b in zip(gradients[0], others, strict=True))
 
 
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+def test_operators_are_compiled_by_torch_jit_while_casts_are_on() -> None:
+    """Libraries do so when they are imported, torch when it first computes a directional derivative."""
+    amp.init()
+
+    def compiled(x: Tensor) -> Tensor:
+        return torch.softmax(torch.exp(x), -1) + torch.mm(x, x).norm() + torch.cat([x, x])[:3].prod()
+
+    def derivative(x: Tensor) -> Tensor:
+        direction: Tensor = torch.func.jvp(lambda y: F.linear(y, x).float().sum(), (x,), (torch.ones_like(x),))[1]
+        return direction
+
+    x = torch.rand(3, 3)
+    found = torch.jit.script(compiled)(x)
+    assert float(derivative(x)) == pytest.approx(float(3 * x.sum()), rel=1e-2)
+    amp.close()
+    assert torch.equal(found, compiled(x))
+    assert torch.equal(torch.jit.script(compiled_later)(x), compiled_later(x))
+
+
+def compiled_later(x: Tensor) -> Tensor:
+    return torch.exp(x).mm(x)
+
+
 def test_attention_and_transformers() -> None:
     amp.init()
     layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)

@@ -90,9 +90,7 @@ def multi_tensor_sgd(
         raise RuntimeError("multi_tensor_sgd(wd_after_momentum=True) is not here: write multi_tensor_adam(mode=1)")
     lists = _checked("multi_tensor_sgd", tensor_lists, 4 if len(tensor_lists) == 4 else 3)
     grads, params, momentum_buffers = lists[:3]
-    if not params:
-        return
-    factor = None if scale == 1.0 else torch.full((), scale, dtype=torch.float32, device=params[0].device)
+    factor = None if scale == 1.0 else torch.full((), scale, dtype=torch.float32, device=noop_flag.device)
     o = kernels.SGDOptions(
         lr=lr, momentum=momentum, dampening=dampening, weight_decay=wd, nesterov=nesterov, first=first_run,
         factor=factor, found=_found(noop_flag),

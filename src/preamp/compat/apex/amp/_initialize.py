@@ -103,7 +103,9 @@ def _initialize(
         for optimizer in optimizer_list:  # raises before any model is touched
             processed.append(_process_optimizer(optimizer, properties))
         if properties.patch_torch_functions:
-            _patch_torch(model_list, properties)
+            low, is_verbose = properties.patch_torch_functions_type or torch.float16, _amp_state.verbosity == 2
+            on_cpu = all(p.device.type == "cpu" for model in model_list for p in model.parameters())
+            amp.init(loss_scale=properties.loss_scale, verbose=is_verbose, patch_type=low, takes_cpu=on_cpu)
         _cast(model_list, optimizer_list, properties, cast_model_outputs)
     except BaseException:
         for optimizer in processed:
@@ -141,13 +143,6 @@ def _cast(models: list[Any], optimizers: list[Any], properties: Any, outputs: to
         for optimizer in optimizers:  # state that exists follows its parameters; masters bring theirs along later
             if optimizer.state:
                 optimizer.load_state_dict(optimizer.state_dict())
-
-
-def _patch_torch(models: list[Any], properties: Any) -> None:
-    on_accelerator = any(p.device.type != "cpu" for model in models for p in model.parameters())
-    low = properties.patch_torch_functions_type or torch.float16
-    verbose = _amp_state.verbosity == 2
-    amp.init(loss_scale=properties.loss_scale, verbose=verbose, patch_type=low, takes_cpu=not on_accelerator)
 
 
 def close() -> None:

@@ -143,7 +143,7 @@ class AmpOptimizerState(Masters):
             self.lazy_init()
             changed = self.versions.update_masters(self.all_fp16_params, self.all_fp32_from_fp16_params, stepping)
             if changed:
-                self.versions.accept(self.all_fp16_params)
+                self.versions.record(self.all_fp16_params)
                 if not self._told:
                     warn(UNREAD)
                 self._told = True
@@ -195,7 +195,7 @@ class AmpOptimizerState(Masters):
         loss_id, scale = self._reason
         maybe_print(f"Gradient overflow.  Skipping step, loss scaler {loss_id} reducing loss scale to {scale}")
         self.clear_master_gradients()
-        self.versions.accept(self.all_fp16_params)
+        self.versions.record(self.all_fp16_params)
 
     # -- the optimizer's methods, which get what was there before as `inner`
 

@@ -29,11 +29,7 @@ def as_list(optimizers: Any) -> list[Any]:
 
 @contextmanager
 def scaled_backward(
-    scaler: LossScaler,
-    optimizers: Sequence[Any],
-    loss_id: int,
-    delay_unscale: bool = False,
-    delay_overflow_check: bool = False,
+    scaler: LossScaler, optimizers: Sequence[Any], loss_id: int, delay_unscale: bool = False, delay_check: bool = False
 ) -> Iterator[None]:
     """Around the backward pass of a scaled loss, for optimizers that `initialize` has seen.
 
@@ -77,7 +73,7 @@ def scaled_backward(
     for optimizer, stash in zip(optimizers, stashes, strict=True):
         optimizer._post_amp_backward(scaler)
         stash.params_have_scaled_gradients = False
-    if not delay_overflow_check and scaler.update_scale():
+    if not delay_check and scaler.update_scale():
         for stash in stashes:
             stash.skip_next(loss_id, scaler.loss_scale())
 
@@ -87,9 +83,9 @@ def _check_apart(optimizers: Sequence[Any]) -> None:
     held = [id(parameter) for optimizer in optimizers for parameter in parameters_of(optimizer)]
     if len(set(held)) < len(held):
         raise RuntimeError(
-            "amp.scale_loss got one loss for optimizers that share parameters: a parameter is in two of the optimizers, "
-            "and its gradient would be divided by the loss scale twice. Give it to one of them, or make one optimizer "
-            "with two groups"
+            "amp.scale_loss got a loss for optimizers that share parameters: one is in two of the optimizers, and its "
+            "gradient would be divided by the loss scale twice. Give it to one of them, or make one optimizer with "
+            "two groups"
         )
 
 

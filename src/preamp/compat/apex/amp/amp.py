@@ -69,27 +69,25 @@ def promote_function(fn: Any) -> Any:
     return _decorated(fn, wrap.widening)
 
 
-def _check_registered(module: Any, name: str) -> None:
+def _register(registry: set[Any], module: Any, name: str, *kind: str) -> None:
     if not hasattr(module, name):
         raise ValueError(f"No function named {name} in module {module}.")
+    registry.add((module, name, *kind))
 
 
 def register_half_function(module: Any, name: str) -> None:
     """Have `module.name` get float16 arguments (bfloat16 at O4), from the next `initialize` on."""
-    _check_registered(module, name)
-    _USER_CAST_REGISTRY.add((module, name, "half"))
+    _register(_USER_CAST_REGISTRY, module, name, "half")
 
 
 def register_float_function(module: Any, name: str) -> None:
     """Have `module.name` get float32 arguments, from the next `initialize` on. ValueError if there is no such name."""
-    _check_registered(module, name)
-    _USER_CAST_REGISTRY.add((module, name, "float"))
+    _register(_USER_CAST_REGISTRY, module, name, "float")
 
 
 def register_promote_function(module: Any, name: str) -> None:
     """Have `module.name` get arguments of one dtype, their widest, from the next `initialize` on."""
-    _check_registered(module, name)
-    _USER_PROMOTE_REGISTRY.add((module, name))
+    _register(_USER_PROMOTE_REGISTRY, module, name)
 
 
 def init(

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.jit._builtins import _get_builtin_table
 from torch.nn import Parameter
 from torch.utils.data._utils import worker
 
@@ -103,13 +104,17 @@ class Casts:
 
         A name that `module` only inherits is taken away again.
         """
-        own = name in vars(module)
+        own, function, builtins = name in vars(module), getattr(module, name), _get_builtin_table()
         self._saved.append((module, name, own, vars(module)[name] if own else None))
-        setattr(module, name, functools.wraps(getattr(module, name))(wrapper))
+        put = functools.wraps(function)(wrapper)  # torch.jit.script looks for operators of this table
+        if id(function) in builtins:
+            builtins[id(put)] = builtins[id(function)]
+        setattr(module, name, put)
 
     def _deactivate(self) -> None:
         """Put everything back under the names in torch where it was found. A second call does nothing."""
         for module, name, own, function in reversed(self._saved):
+            _get_builtin_table().pop(id(getattr(module, name)), None)
             setattr(module, name, function) if own else delattr(module, name)
         self._saved.clear()
         if self._products is not None:
@@ -176,7 +181,8 @@ def patch(module: Any, name: str, prepare: Prepare, handle: Casts) -> None:
 
 def clear_after_backward(handle: Casts) -> None:
     """Have all backward passes, of `torch.autograd.grad` too, end with an empty cache."""
-    function = torch.autograd._engine_run_backward
+    name = "_engine_run_backward"
+    function = getattr(torch.autograd, name)
 
     def wrapper(*args: Any, **kwargs: Any) -> Any:
         try:
@@ -184,7 +190,7 @@ def clear_after_backward(handle: Casts) -> None:
         finally:
             handle._clear_cache()
 
-    handle._replace(torch.autograd, "_engine_run_backward", wrapper)
+    handle._replace(torch.autograd, name, wrapper)
 
 
 # -- ways to prepare the arguments of the function of a name
@@ -279,16 +285,13 @@ def _in_low(name: str, handle: Casts) -> Any:
         if args[0].is_cuda and name in RNN_NAMES:
             # cuDNN wants the weights of a layer in one piece of memory. torch's own autocast lays out such a piece in
             # 16 bits, differentiably; the rest is cast here so that the result is in 16 bits for sure.
-            inputs = [mapped(cast, x) if not _is_weights(x) else x for x in args]
+            weights = [isinstance(x, (list, tuple)) and bool(x) and isinstance(x[0], Parameter) for x in args]
+            inputs = [x if own else mapped(cast, x) for x, own in zip(args, weights, strict=True)]
             with torch.autocast("cuda", dtype=handle.half_type):
                 return function(*inputs, **kwargs)
         return function(*[mapped(cast, x) for x in args], **kwargs)
 
     return wrapper
-
-
-def _is_weights(x: Any) -> bool:
-    return isinstance(x, (list, tuple)) and len(x) > 0 and isinstance(x[0], nn.Parameter)
 
 
 def _without_dtype(check: Any, handle: Casts) -> Any:

@@ -1,8 +1,9 @@
 """Apex's norm layers and their functions, with Apex's rules of which dtype comes out.
 
 Under autocast everything but float64 inputs is cast to autocast's dtype and so is the result, as Apex does and torch
-does not (whose layer_norm runs in float32 there). Without autocast the result has the dtype of the input, or in the `mixed_dtype`
-functions that of the parameters. Statistics are computed in float32 for 16-bit inputs (float64 for float64).
+does not (whose layer_norm runs in float32 there). Without autocast the result has the dtype of the input, or in the
+`mixed_dtype` functions that of the parameters. Statistics are computed in float32 for 16-bit inputs (float64 for
+float64).
 
 torch's operators are called below `torch.nn.functional`, so that Apex's O1, which casts by patching names there, lets
 these alone.

@@ -141,7 +141,7 @@ class SyncBatchNorm(_BatchNorm):
         """
         axis = self._axis_of_channels(input)
         x = input.movedim(axis, 1)
-        if not self.training or self._alone():
+        if not self.training or not has_group() or dist.get_world_size(self.process_group) <= 1:
             output = super().forward(x)
         else:
             output, mean, var, count = SyncBatchnormFunction.apply(
@@ -154,9 +154,6 @@ class SyncBatchNorm(_BatchNorm):
 
     def _check_input_dim(self, input: Tensor) -> None:
         """Torch's own check, of which `_axis_of_channels` takes the place."""
-
-    def _alone(self) -> bool:
-        return not has_group() or dist.get_world_size(self.process_group) <= 1
 
     def _axis_of_channels(self, input: Tensor) -> int:
         """The axis of the channels; ValueError unless the shape fits."""
