@@ -59,7 +59,9 @@ def _reduce_ex(self: Any, protocol: Any) -> Any:
 
 
 def _rebuild(original: type[nn.Module]) -> nn.Module:
-    return object.__new__(_SUBCLASSES.of(original))
+    made = object.__new__(_SUBCLASSES.of(original))
+    PRODUCTS.hold_while(made)
+    return made
 
 
 _SUBCLASSES = Subclasses(CastedModel, "_amp_original", forward=_forward, __reduce_ex__=_reduce_ex)
