@@ -18,10 +18,10 @@ from ._amp_state import _amp_state
 from ._amp_state import maybe_print as maybe_print  # Apex has it here
 from ._casted_model import cast_nested as cast_nested  # and this
 from ._casted_model import check_params_fp32, keep_state_dict_full, patch_forward, unpatch_forward
-from ._process_optimizer import _process_optimizer
+from ._process_optimizer import ATTACHED, _process_optimizer
 
-KNOWN: list[weakref.ref[Any]] = []
-"""Models and optimizers that `initialize` has changed, for `close`; it keeps none of them alive."""
+_CHANGED: Any = weakref.WeakSet()
+"""Models that `initialize` has changed, for `close`."""
 
 
 def check_models(models: list[Any], wrapped: bool = False) -> None:
@@ -111,8 +111,7 @@ def _initialize(
         for optimizer in processed:
             optimizer._amp_stash.detach()
         raise
-    KNOWN[:] = [ref for ref in KNOWN if ref() is not None]
-    KNOWN.extend(weakref.ref(thing) for thing in (*model_list, *optimizer_list))
+    _CHANGED.update(model_list)
     if _amp_state.loaded_unused:
         warn(
             "amp.load_state_dict() gave loss scales, and this further amp.initialize() makes new ones, so that they "
@@ -154,13 +153,11 @@ def close() -> None:
     handle = getattr(_amp_state, "handle", None)
     if handle is not None:
         handle._deactivate()
-    for ref in KNOWN:
-        thing = ref()
-        if thing is not None and hasattr(thing, "_amp_stash"):
-            thing._amp_stash.detach()
-        elif thing is not None:
-            unpatch_forward(thing)
-    KNOWN.clear()
+    for stash in [*ATTACHED]:
+        stash.detach()
+    for model in [*_CHANGED]:
+        unpatch_forward(model)
+    _CHANGED.clear()
     amp._DECORATOR_HANDLE = None
     amp._USER_CAST_REGISTRY.clear()
     amp._USER_PROMOTE_REGISTRY.clear()

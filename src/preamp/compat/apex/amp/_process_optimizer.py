@@ -6,6 +6,7 @@ The optimizer steps masters, which have gradients of their own; loops of others 
 from __future__ import annotations
 
 import types
+import weakref
 from contextlib import nullcontext
 from functools import wraps
 from itertools import chain
@@ -23,6 +24,9 @@ from .._scaler import LossScaler
 from ._amp_state import _amp_state, maybe_print
 from ._gradient_versions import GradientVersions
 from ._scaled_backward import Stash, add_pairwise, put_aside, put_back, unscale_and_add
+
+ATTACHED: Any = weakref.WeakSet()
+"""The states of all optimizers that have one, for `amp.close`; they live as long as their optimizers."""
 
 _PLANTED = {
     "_lazy_init_maybe_master_weights": "lazy_init",
@@ -272,6 +276,7 @@ class AmpOptimizerState(Masters):
 
     def attach(self) -> None:
         """Put methods on the optimizer, bound ones, so that learning-rate schedulers may wrap them or be wrapped."""
+        ATTACHED.add(self)
         for name, method in _PLANTED.items():
             setattr(self._optimizer, name, getattr(self, method))
         self._replace("step")
@@ -296,6 +301,7 @@ class AmpOptimizerState(Masters):
 
     def detach(self) -> None:
         """Take away from the optimizer what was put on it. Masters that were made stay in its groups."""
+        ATTACHED.discard(self)
         for name, bound, before in reversed(self._replaced):
             if vars(self._optimizer).get(name) is bound:  # or somebody wrapped it since, whose wrapper goes on working
                 delattr(self._optimizer, name) if before is None else setattr(self._optimizer, name, before)
