@@ -458,7 +458,7 @@ def test_close_takes_everything_back() -> None:
     quiet(model, optimizer, opt_level="O0")
     train(model, optimizer, 2)
     amp.close()
-    assert type(model) is nn.Sequential and "_amp_dtypes" not in vars(model)
+    assert type(model) is nn.Sequential and "_amp_casts" not in vars(model)
     after = dict(vars(optimizer))
     after.pop("_opt_called", None)
     assert after.keys() == before.keys()

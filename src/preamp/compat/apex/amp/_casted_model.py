@@ -27,8 +27,8 @@ from .._notice import warn
 class CastedModel(nn.Module):
     """The mixin that a casting model's class gets."""
 
-    _amp_dtypes: tuple[torch.dtype | None, torch.dtype | None]
-    _amp_witness: nn.Parameter | None
+    _amp_casts: tuple[torch.dtype | None, torch.dtype | None, nn.Parameter | None]
+    """Dtypes of inputs and outputs, and a parameter whose dtype inputs follow: some call model.float() to validate."""
     _amp_original: type[nn.Module]
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -43,9 +43,8 @@ def _forward(self: Any, *args: Any, **kwargs: Any) -> Any:
     inner = self.__dict__.get("_amp_forward")
     if not isinstance(self, CastedModel):  # amp is closed, and somebody has kept this method
         return type(self).forward(self, *args, **kwargs) if inner is None else inner(*args, **kwargs)
-    inputs, outputs = self._amp_dtypes
-    if inputs is not None and self._amp_witness is not None:
-        inputs = self._amp_witness.dtype  # follows model.float(), which some call to validate
+    inputs, outputs, followed = self._amp_casts
+    inputs = inputs if followed is None else followed.dtype
     if inputs is not None:
         args = tuple(cast_nested(value, inputs) for value in args)
         kwargs = {key: cast_nested(value, inputs) for key, value in kwargs.items()}
@@ -73,9 +72,9 @@ _PRODUCTS: MutableMapping[nn.Module, weakref.finalize[..., Any]] = WeakIdKeyDict
 
 def patch_forward(model: nn.Module, inputs: torch.dtype | None, outputs: torch.dtype | None) -> None:
     """Have a model cast floating inputs to `inputs` and outputs to `outputs`; None leaves them alone."""
-    model.__dict__["_amp_dtypes"] = (inputs, outputs)
-    witness = model.__dict__["_amp_witness"] = next((p for p in model.parameters() if p.dtype is inputs), None)
-    if inputs in LOW_DTYPES and witness is not None and witness.device.type == "cpu" and model not in _PRODUCTS:
+    followed = next((p for p in model.parameters() if p.dtype is inputs), None)
+    model.__dict__["_amp_casts"] = (inputs, outputs, followed)
+    if inputs in LOW_DTYPES and followed is not None and followed.device.type == "cpu" and model not in _PRODUCTS:
         _PRODUCTS[model] = PRODUCTS.hold_while(model)
     if isinstance(model, CastedModel):
         return
@@ -91,8 +90,7 @@ def unpatch_forward(model: nn.Module) -> None:
         _PRODUCTS.pop(model)()
     if isinstance(model, CastedModel):
         _SUBCLASSES.leave(model)
-        for name in ("_amp_dtypes", "_amp_witness"):
-            model.__dict__.pop(name)
+        model.__dict__.pop("_amp_casts")
         if "forward" in model.__dict__:
             model.__dict__.setdefault("_amp_forward", None)  # so that amp, begun again, lets it stand outside
         elif "_amp_forward" in model.__dict__:

@@ -116,14 +116,12 @@ class AmpOptimizerState(Masters):
 
     def _unscale_low(self, scaler: LossScaler) -> None:
         """Unscale the model's gradients into the masters', added to what those hold."""
-        low = [p.grad for p in self.all_fp16_params if p.grad is not None]
-        masters = [
-            m for p, m in zip(self.all_fp16_params, self.all_fp32_from_fp16_params, strict=True) if p.grad is not None
-        ]
-        true = [torch.empty_like(master) for master in masters]
-        scaler.unscale([g.coalesce().to_dense() if g.layout is torch.sparse_coo else g for g in low], true)
-        add_pairwise([(m.grad, t) for m, t in zip(masters, true, strict=True) if m.grad is not None])
-        for master, gradient in zip(masters, true, strict=True):
+        both = zip(self.all_fp16_params, self.all_fp32_from_fp16_params, strict=True)
+        pairs = [(p.grad, master) for p, master in both if p.grad is not None]
+        true = [torch.empty_like(master) for _, master in pairs]
+        scaler.unscale([g.coalesce().to_dense() if g.layout is torch.sparse_coo else g for g, _ in pairs], true)
+        add_pairwise([(m.grad, t) for (_, m), t in zip(pairs, true, strict=True) if m.grad is not None])
+        for (_, master), gradient in zip(pairs, true, strict=True):
             master.grad = gradient if master.grad is None else master.grad
 
     def abandon_backward(self) -> None:
