@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import types
 import weakref
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from functools import wraps
 from itertools import chain
 from typing import Any
@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from ....formats import LOW_DTYPES
+from ....frameworks import replaced
 from ....ledger import parameters_of
 from .._masters import SAVED, Masters, clear_gradients, fitting, multiply_gradients
 from .._notice import warn
@@ -71,7 +72,7 @@ class AmpOptimizerState(Masters):
         """Whether a block of `amp.scale_loss` has begun for this optimizer, and not ended."""
         self.already_patched = False
         """Whether the next step is skipped."""
-        self._replaced: list[tuple[str, Any, Any]] = []
+        self._undo = ExitStack()
         self._reason = (0, 1.0)
         self._told = False
 
@@ -283,8 +284,7 @@ class AmpOptimizerState(Masters):
                 self._replace(name)
 
     def _replace(self, name: str) -> None:
-        optimizer, own = self._optimizer, name in vars(self._optimizer)
-        before, method = getattr(optimizer, name), getattr(self, name)
+        optimizer, before, method = self._optimizer, getattr(self._optimizer, name), getattr(self, name)
 
         @wraps(method)
         def function(_: Any, *args: Any, **kwargs: Any) -> Any:
@@ -293,16 +293,12 @@ class AmpOptimizerState(Masters):
         # torch's schedulers ask this of a step that they have wrapped; ours calls theirs, so the answer stays true
         if hasattr(before, "_wrapped_by_lr_sched"):
             function._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
-        bound = types.MethodType(function, optimizer)
-        setattr(optimizer, name, bound)
-        self._replaced.append((name, bound, before if own else None))
+        self._undo.enter_context(replaced(optimizer, name, types.MethodType(function, optimizer)))
 
     def detach(self) -> None:
         """Take away from the optimizer what was put on it. Masters that were made stay in its groups."""
         ATTACHED.discard(self)
-        for name, bound, before in reversed(self._replaced):
-            if vars(self._optimizer).get(name) is bound:  # or somebody wrapped it since, whose wrapper goes on working
-                delattr(self._optimizer, name) if before is None else setattr(self._optimizer, name, before)
+        self._undo.close()
         for name in (*_PLANTED, "_amp_stash"):
             self._optimizer.__dict__.pop(name, None)
 
