@@ -102,11 +102,11 @@ def _initialize(
     try:
         for optimizer in optimizer_list:  # raises before any model is touched
             processed.append(_process_optimizer(optimizer, properties))
+        _cast(model_list, optimizer_list, properties, cast_model_outputs)
         if properties.patch_torch_functions:
             low, is_verbose = properties.patch_torch_functions_type or torch.float16, _amp_state.verbosity == 2
             on_cpu = all(p.device.type == "cpu" for model in model_list for p in model.parameters())
             amp.init(loss_scale=properties.loss_scale, verbose=is_verbose, patch_type=low, takes_cpu=on_cpu)
-        _cast(model_list, optimizer_list, properties, cast_model_outputs)
     except BaseException:
         for optimizer in processed:
             optimizer._amp_stash.detach()
