@@ -9,7 +9,7 @@ import os
 import subprocess
 import sys
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
 
@@ -101,10 +101,10 @@ class AlreadyImported(PreampError, RuntimeError):
     """Another `apex.amp` is in use in this process."""
 
 
-def environment() -> dict[str, str]:
-    """The variables of this process, and a PYTHONPATH with which every Python process can import `apex`."""
-    before = [part for part in os.environ.get("PYTHONPATH", "").split(os.pathsep) if part and part != IMPORTABLE]
-    return {**os.environ, "PYTHONPATH": os.pathsep.join([IMPORTABLE, *before])}
+def environment(base: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """The variables of this process or of `base`, with which every Python process can import `apex`."""
+    before = [part for part in base.get("PYTHONPATH", "").split(os.pathsep) if part and part != IMPORTABLE]
+    return {**base, "PYTHONPATH": os.pathsep.join([IMPORTABLE, *before])}
 
 
 def _installed() -> AbsentModules | None:

@@ -29,7 +29,7 @@ from ._scaled_backward import Stash, add_pairwise, put_aside, put_back, unscale_
 ATTACHED: Any = weakref.WeakSet()
 """The states of all optimizers that have one, for `amp.close`; they live as long as their optimizers."""
 
-_PLANTED = {
+_APEX_METHODS = {
     "_lazy_init_maybe_master_weights": "lazy_init",
     "_master_params_to_model_params": "masters_to_model",
     "_prepare_amp_backward": "prepare_backward",
@@ -74,7 +74,7 @@ class AmpOptimizerState(Masters):
         """Whether the next step is skipped."""
         self._undo = ExitStack()
         self._reason = (0, 1.0)
-        self._told = False
+        self._has_warned = False
 
     def lazy_init(self) -> None:
         """Make the masters, once; without masters look at the optimizer's parameters, which may be others by now."""
@@ -147,9 +147,9 @@ class AmpOptimizerState(Masters):
             changed = self.versions.update_masters(self.all_fp16_params, self.all_fp32_from_fp16_params, stepping)
             if changed:
                 self.versions.record(self.all_fp16_params)
-                if not self._told:
+                if not self._has_warned:
                     warn(UNREAD)
-                self._told = True
+                self._has_warned = True
 
     def clear_master_gradients(self) -> None:
         """Make the gradients of all masters None."""
@@ -276,7 +276,7 @@ class AmpOptimizerState(Masters):
     def attach(self) -> None:
         """Put methods on the optimizer, bound ones, so that learning-rate schedulers may wrap them or be wrapped."""
         ATTACHED.add(self)
-        for name, method in _PLANTED.items():
+        for name, method in _APEX_METHODS.items():
             setattr(self._optimizer, name, getattr(self, method))
         self._replace("step")
         for name in ("zero_grad", "add_param_group", "state_dict", "load_state_dict") if self.master_weights else ():
@@ -299,7 +299,7 @@ class AmpOptimizerState(Masters):
         """Take away from the optimizer what was put on it. Masters that were made stay in its groups."""
         ATTACHED.discard(self)
         self._undo.close()
-        for name in (*_PLANTED, "_amp_stash"):
+        for name in (*_APEX_METHODS, "_amp_stash"):
             self._optimizer.__dict__.pop(name, None)
 
 
@@ -310,7 +310,7 @@ def _process_optimizer(optimizer: Any, properties: Any) -> Any:
             "A given optimizer should only be passed through amp.initialize once. Keep the one it returned; "
             "amp.close() lets go of it."
         )
-    for name in _PLANTED:
+    for name in _APEX_METHODS:
         if hasattr(optimizer, name):
             raise RuntimeError(
                 f"Incoming optimizer already has {name} defined, a name that amp needs for a method of its own."

@@ -69,11 +69,11 @@ class Casts:
         return x.device.type != "cpu" or (self.takes_cpu and worker._worker_info is None)
 
     def caster(self, dtype: torch.dtype, name: str = "") -> Caster:
-        """A cast of a floating tensor to `dtype`, if casts are for it. `name`: the function that they are told of with.
+        """A function that casts floating tensors to `dtype`. `name`: the function they go to, for verbose output.
 
-        That of a float32 parameter to 16 bits is made once until it is written, or stepped, or a backward pass ends,
-        after which loops write to `.data`, without a trace. Not kept where no gradient is recorded: such a copy would
-        be found by the next training pass, without its gradient; and weights are swapped for evaluation by `.data`.
+        The 16-bit copy of a float32 parameter is kept until the parameter is written or stepped, or a backward pass
+        ends, after which loops write to `.data` without changing its version. Without gradients none is kept: the next
+        training pass would find it, and get no gradient; and weights are swapped for evaluation by `.data`.
         """
         keeps = self.has_cache and dtype is self.half_type
 

@@ -94,12 +94,12 @@ class FP16_Optimizer(Masters):
         """
         self.take_unfrozen(self.optimizer)
         scale = self.loss_scaler.loss_scale()
-        self._put_under(scale)
+        self._rescale_gradients(scale)
         (loss.float() * scale).backward(retain_graph=retain_graph)
         if update_master_grads:
             self.update_master_grads()
 
-    def _put_under(self, scale: float) -> None:
+    def _rescale_gradients(self, scale: float) -> None:
         """Bring gradients that are there already under the scale of those to come, so that they can be added."""
         before = scale if self._scale_on_fp16 is None else self._scale_on_fp16
         if before != scale and not self.overflow:

@@ -101,12 +101,12 @@ class DistributedDataParallel(nn.Module):
         self.gradient_average, self.gradient_predivide_factor = gradient_average, gradient_predivide_factor
         self.world_size = float(dist.get_world_size())
         self._enabled = True
-        self._begin_anew()
+        self._reset_process_state()
         broadcast_parameters(module)
         self._hook_parameters()
 
-    def _begin_anew(self) -> None:
-        """What is of this process alone, and in no copy."""
+    def _reset_process_state(self) -> None:
+        """Set what belongs to this process alone, and is in no copy."""
         self.allreduce_buffers: list[Tensor] = []
         """The reduced flat buffers of the last backward, one for each dtype; empty unless they are retained."""
         self._hooked: Any = WeakTensorKeyDictionary()
@@ -193,7 +193,7 @@ class DistributedDataParallel(nn.Module):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        self._begin_anew()
+        self._reset_process_state()
 
 
 def _refuse_sparse(name: str, parameter: Tensor) -> None:
