@@ -21,7 +21,7 @@ from preamp.compat.apex.amp.lists import functional_overrides, tensor_overrides,
 from .toys import scaled_backward
 
 HALF, FLOAT, DOUBLE, BF16 = torch.float16, torch.float32, torch.float64, torch.bfloat16
-PLACES = (torch, F, torch.Tensor, torch.linalg, nn.RNNBase, torch.nn.modules.rnn)
+PLACES = (torch, F, torch.Tensor, torch.fft, torch.linalg, torch.sparse, nn.RNNBase, torch.nn.modules.rnn)
 
 
 def names() -> dict[tuple[Any, str], Any]:
@@ -615,7 +615,19 @@ MIXED: dict[str, Any] = {
     "cdist": lambda low, full, weight: torch.cdist(low, full + 1).sum() + torch.cdist(low, low + 1, p=1.0).sum(),
     "pdist": lambda low, full, weight: torch.pdist(low[0]).sum() + F.pdist(low[1]).sum(),
     "scatter_add": lambda low, full, weight: torch.zeros(2, 4).scatter_add(0, ROWS * 0, low[:, 0]).square().sum(),
+    "scatter_reduce": lambda low, full, weight: full[0].scatter_reduce(0, ROWS * 0, low[0, :2], "sum").sum(),
+    "index_copy": lambda low, full, weight: torch.index_copy(full, 0, ROWS[0, :2], low).square().sum(),
+    "index_copy_": lambda low, full, weight: (full * 1).index_copy_(0, ROWS[0, :2], low).square().sum(),
+    "index_put": lambda low, full, weight: full.index_put((ROWS[0, :2],), low).square().sum(),
+    "masked_scatter": lambda low, full, weight: full.masked_scatter(full > 0, low).square().sum(),
+    "a sparse graph": lambda low, full, weight: torch.sparse.mm(GRAPH, low[0]).sum() + torch.spmm(GRAPH, low[1]).sum(),
+    "embedding_bag": lambda low, full, weight: F.embedding_bag(ROWS, weight, mode="sum", per_sample_weights=low[0, :2]),
+    "solve": lambda low, full, weight: torch.linalg.solve(weight, low).sum() + torch.inverse(weight + low[0, 0] * 0.1),
+    "decomposition": lambda low, full, weight: torch.linalg.svdvals(low).sum() + (low[0] @ low[0].T).slogdet()[1],
+    "fft": lambda low, full, weight: torch.fft.ifft(torch.fft.fft(low)).real.sum() + torch.fft.rfft2(low).abs().sum(),
+    "quantile": lambda low, full, weight: low.quantile(0.3) + torch.isclose(low, full).sum(),
 }  # fmt: skip
+GRAPH = torch.eye(4).to_sparse()
 
 
 @pytest.mark.parametrize("name", MIXED)
@@ -630,7 +642,7 @@ def test_functions_in_no_list_take_what_the_listed_ones_give(level: str, name: s
         losses = []
         for _ in range(4):
             optimizer.zero_grad()
-            loss = (model(torch.tensor([[1, 2, 3, 4], [4, 3, 2, 1]])) - 2).square()
+            loss = (model(torch.tensor([[1, 2, 3, 4], [4, 3, 2, 1]])).sum() - 2).square()
             scaled_backward(loss * 2**-8, optimizer)
             optimizer.step()
             losses.append(float(loss.detach()))
