@@ -363,11 +363,43 @@ def test_a_block_inside_a_block_is_refused(level: str, delays: tuple[bool, bool]
 
 
 @pytest.mark.parametrize("level", ["O1", "O2", "O5"])
-@pytest.mark.parametrize("delay", [False, True])
-def test_a_step_inside_a_block_is_refused(level: str, delay: bool) -> None:
+@pytest.mark.parametrize("order", ["clear, backward, step", "clear, backward", "backward, step"])
+def test_a_loop_that_clears_or_steps_inside_the_block(level: str, order: str) -> None:
     model, optimizer = made(level)
-    with pytest.raises(RuntimeError, match="behind the block"):  # noqa: SIM117
-        with amp.scale_loss(model(OUTLIER), optimizer, delay_unscale=delay) as scaled:
+    for given in (BATCH, OTHER):
+        with amp.scale_loss(model(given), optimizer) as scaled:
+            if "clear" in order:
+                optimizer.zero_grad()
+            scaled.backward()
+            if "step" in order:
+                optimizer.step()
+        if "step" not in order:
+            optimizer.step()
+        if "clear" not in order:
+            optimizer.zero_grad()
+    assert torch.equal(model.weight.float(), torch.tensor([1.0, 0.0, 0.0]))
+    with pytest.raises(ValueError, match="after the step"), amp.scale_loss(model(BATCH), optimizer) as scaled:
+        optimizer.zero_grad()
+        scaled.backward()
+        optimizer.step()
+        raise ValueError("after the step")
+    assert torch.equal(model.weight.float(), torch.tensor([1.0, -1.0, 0.0]))
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_an_overflow_is_seen_by_a_step_inside_the_block(level: str) -> None:
+    model, optimizer = made(level, loss_scale="dynamic")
+    with amp.scale_loss(model(BATCH * float("inf")), optimizer) as scaled:
+        scaled.backward()
+        optimizer.step()
+    assert torch.equal(model.weight.float(), torch.ones(3))
+
+
+@pytest.mark.parametrize("level", ["O1", "O2", "O5"])
+def test_a_step_inside_a_block_that_delays_is_refused(level: str) -> None:
+    model, optimizer = made(level)
+    with pytest.raises(RuntimeError, match="gradients carry the loss scale"):  # noqa: SIM117
+        with amp.scale_loss(model(OUTLIER), optimizer, delay_unscale=True) as scaled:
             scaled.backward()
             optimizer.step()
     assert torch.equal(model.weight.float(), torch.ones(3))

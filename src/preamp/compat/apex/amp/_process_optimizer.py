@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import types
 import weakref
+from collections.abc import Callable
 from contextlib import ExitStack, nullcontext
 from functools import wraps
 from itertools import chain
@@ -68,8 +69,8 @@ class AmpOptimizerState(Masters):
         self.params_have_scaled_gradients = False
         self.delayed_scale = 1.0
         """The scale on the gradients while they stay scaled."""
-        self.is_open = False
-        """Whether a block of `amp.scale_loss` has begun for this optimizer, and not ended."""
+        self.finish: Callable[[], None] | None = None
+        """Ends the block of `amp.scale_loss` that the optimizer is in."""
         self.already_patched = False
         """Whether the next step is skipped."""
         self._undo = ExitStack()
@@ -131,15 +132,6 @@ class AmpOptimizerState(Masters):
         put_back(self._stepped(), self._aside)
         self._aside = []
 
-    def check_closed(self) -> None:
-        """RuntimeError inside a block of `amp.scale_loss`, where gradients are scaled, and others are put aside."""
-        if self.is_open:
-            raise RuntimeError(
-                "step(), or a further amp.scale_loss(), inside a block of amp.scale_loss for the same optimizer: the "
-                "gradients are still scaled there. Write step() behind the block; for two losses write two blocks, one "
-                "after the other"
-            )
-
     def check_gradients(self, stepping: bool = False) -> None:
         """Learn of gradients that were cleared by others; RuntimeError for such as no master has learnt of."""
         if self.master_weights and not self.params_have_scaled_gradients:
@@ -150,10 +142,6 @@ class AmpOptimizerState(Masters):
                 if not self._has_warned:
                     warn(UNREAD)
                 self._has_warned = True
-
-    def clear_master_gradients(self) -> None:
-        """Make the gradients of all masters None."""
-        clear_gradients(self.all_fp32_from_fp16_params, True)
 
     # -- gradients that stay scaled until a later pass (delay_unscale=True)
 
@@ -197,14 +185,15 @@ class AmpOptimizerState(Masters):
             raise RuntimeError(NO_CLOSURE)
         loss_id, scale = self._reason
         maybe_print(f"Gradient overflow.  Skipping step, loss scaler {loss_id} reducing loss scale to {scale}")
-        self.clear_master_gradients()
+        clear_gradients(self.all_fp32_from_fp16_params, True)
         self.versions.record(self.all_fp16_params)
 
     # -- the optimizer's methods, which get what was there before as `inner`
 
     def step(self, inner: Any, closure: Any = None, *args: Any, **kwargs: Any) -> Any:
         """Step the masters and round them into the model; where a gradient was not finite, say so instead."""
-        self.check_closed()
+        if self.finish is not None:  # the gradients are still scaled
+            self.finish()
         if self.already_patched:
             self._optimizer._opt_called = True  # schedulers are told: the step came first, it was only skipped
             return self.skipped(closure)
@@ -222,14 +211,19 @@ class AmpOptimizerState(Masters):
             handle._clear_cache()
         if self.master_weights:
             self.masters_to_model()
-            self.clear_master_gradients()
+            clear_gradients(self.all_fp32_from_fp16_params, True)
         return result
 
-    def zero_grad(self, inner: Any, set_to_none: bool = False) -> None:
+    def zero_grad(self, inner: Any, *args: Any, **kwargs: Any) -> None:
+        """Clear the gradients, and inside of a block of `amp.scale_loss` those that were put aside, too."""
+        self._aside = []
+        (self._clear if self.master_weights else inner)(*args, **kwargs)
+
+    def _clear(self, set_to_none: bool = False) -> None:
         """Clear the gradients of the model's parameters, to zeros or to None, and those of the masters to None."""
         self.lazy_init()
         clear_gradients((*self.all_fp16_params, *self.all_fp32_from_fp32_params), set_to_none)
-        self.clear_master_gradients()
+        clear_gradients(self.all_fp32_from_fp16_params, True)
         self.versions.record(self.all_fp16_params)
 
     def add_param_group(self, inner: Any, param_group: dict[str, Any]) -> None:
@@ -279,7 +273,8 @@ class AmpOptimizerState(Masters):
         for name, method in _APEX_METHODS.items():
             setattr(self._optimizer, name, getattr(self, method))
         self._replace("step")
-        for name in ("zero_grad", "add_param_group", "state_dict", "load_state_dict") if self.master_weights else ():
+        with_masters = ("add_param_group", "state_dict", "load_state_dict") if self.master_weights else ()
+        for name in ("zero_grad", *with_masters):
             if hasattr(self._optimizer, name):  # a wrapper that is no torch.optim.Optimizer may lack it
                 self._replace(name)
 
@@ -318,9 +313,3 @@ def _process_optimizer(optimizer: Any, properties: Any) -> Any:
     optimizer._amp_stash = AmpOptimizerState(optimizer, bool(properties.master_weights))
     optimizer._amp_stash.attach()
     return optimizer
-
-
-def adopt(optimizer: Any) -> None:
-    """The same for an optimizer that came to a handle's `scale_loss` without `initialize`; once."""
-    if not hasattr(optimizer, "_amp_stash"):
-        _process_optimizer(optimizer, types.SimpleNamespace(master_weights=False))

@@ -33,7 +33,8 @@ def scaled_backward(
 ) -> Iterator[None]:
     """Around the backward pass of a scaled loss, for optimizers that `initialize` has seen.
 
-    When the body raises, gradients that were put aside are put back and the scale stays.
+    A step inside of the block ends it. When the body raises before, gradients that were put aside are put back, and the
+    scale stays.
     """
     for optimizer in optimizers:
         if not hasattr(optimizer, "_amp_stash"):
@@ -45,7 +46,11 @@ def scaled_backward(
     stashes = [optimizer._amp_stash for optimizer in optimizers]
     scale = scaler.loss_scale()
     for stash in stashes:  # all of them before any is changed
-        stash.check_closed()
+        if stash.finish is not None:
+            raise RuntimeError(
+                "amp.scale_loss inside a block of amp.scale_loss for the same optimizer: gradients would be divided by "
+                "both scales. For two losses write two blocks, one after the other"
+            )
         stash.check_gradients()
     if len(optimizers) > 1:
         _check_apart(optimizers)
@@ -56,26 +61,31 @@ def scaled_backward(
             stash.keep_scaled(scale)
         else:
             optimizer._prepare_amp_backward()
-        stash.is_open = True
+
+    def finish(failed: bool = False) -> None:
+        open_ones = [stash for stash in stashes if stash.finish is finish]
+        for stash in open_ones:
+            stash.finish = None
+            if failed and not delay_unscale:
+                stash.abandon_backward()
+        if failed or delay_unscale or not open_ones:
+            return
+        scaler.clear_overflow_state()
+        for optimizer, stash in zip(optimizers, stashes, strict=True):
+            optimizer._post_amp_backward(scaler)
+            stash.params_have_scaled_gradients = False
+        if not delay_check and scaler.update_scale():
+            for stash in stashes:
+                stash.skip_next(loss_id, scaler.loss_scale())
+
+    for stash in stashes:
+        stash.finish = finish
     try:
         yield
     except BaseException:
-        if not delay_unscale:
-            for stash in stashes:
-                stash.abandon_backward()
+        finish(failed=True)
         raise
-    finally:
-        for stash in stashes:
-            stash.is_open = False
-    if delay_unscale:
-        return
-    scaler.clear_overflow_state()
-    for optimizer, stash in zip(optimizers, stashes, strict=True):
-        optimizer._post_amp_backward(scaler)
-        stash.params_have_scaled_gradients = False
-    if not delay_check and scaler.update_scale():
-        for stash in stashes:
-            stash.skip_next(loss_id, scaler.loss_scale())
+    finish()
 
 
 def _check_apart(optimizers: Sequence[Any]) -> None:
