@@ -22,8 +22,7 @@ class GradientVersions:
     """The gradients of a list of parameters as amp left them."""
 
     def __init__(self) -> None:
-        self._had: set[int] = set()
-        """Ids of parameters that had one."""
+        self._had = set[int]()  # ids of parameters
 
     def record(self, parameters: Sequence[Parameter]) -> None:
         """Note the gradients as they are now."""
