@@ -417,17 +417,22 @@ def test_an_optimizer_that_is_named_twice_counts_once(level: str) -> None:
     assert torch.equal(model.weight.float(), EXPECTED)
 
 
-def test_two_optimizers_of_one_parameter_do_not_share_a_loss() -> None:
+@pytest.mark.parametrize("delays", [(False, False), (True, False), (True, True, False)])
+def test_a_parameter_of_two_optimizers_is_unscaled_once(delays: tuple[bool, ...]) -> None:
+    """Those of an architecture search, say, which are among the model's, too."""
     model = Weights()
     optimizers: Any = [torch.optim.SGD(model.parameters(), lr=1.0) for _ in range(2)]
     amp.initialize(model, optimizers, opt_level="O1", verbosity=0, loss_scale=8.0)
-    with pytest.raises(RuntimeError, match="in two of the optimizers"):
-        backward(model, optimizers, BATCH)
-    for optimizer in optimizers:  # each with a loss of its own is what torch has, too
-        optimizer.zero_grad()
-        backward(model, optimizer, BATCH)
+    for delay in delays:
+        backward(model, optimizers, BATCH, delay_unscale=delay)
+    assert torch.equal(model.weight.grad, BATCH * len(delays))  # type: ignore[arg-type]
+    for optimizer in optimizers:
         optimizer.step()
-    assert torch.equal(model.weight, torch.tensor([1.0, -1.0, 1.0]))
+        optimizer.zero_grad()
+    assert float(model.weight[1].detach()) == 1.0 - len(delays)
+    backward(model, optimizers[1], OTHER)  # a loss of one of them
+    optimizers[1].step()
+    assert float(model.weight[2].detach()) == 0.0
 
 
 @pytest.mark.parametrize("scaled", ["16 bits", "float32"])

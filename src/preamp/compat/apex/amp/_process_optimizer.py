@@ -71,6 +71,8 @@ class AmpOptimizerState(Masters):
         """The scale on the gradients while they stay scaled."""
         self.finish: Callable[[], None] | None = None
         """Ends the block of `amp.scale_loss` that the optimizer is in."""
+        self.shared = set[int]()
+        """Ids of parameters in that block whose gradients are unscaled with those of another optimizer."""
         self.already_patched = False
         """Whether the next step is skipped."""
         self._undo = ExitStack()
@@ -93,7 +95,7 @@ class AmpOptimizerState(Masters):
     def _stepped(self) -> list[Parameter]:
         """What the optimizer steps: parameters of the model, and masters, which a penalty may give gradients."""
         self.lazy_init()
-        return list(parameters_of(self._optimizer))
+        return [parameter for parameter in parameters_of(self._optimizer) if id(parameter) not in self.shared]
 
     # -- around a backward pass
 

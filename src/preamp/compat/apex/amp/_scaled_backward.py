@@ -52,23 +52,26 @@ def scaled_backward(
                 "both scales. For two losses write two blocks, one after the other"
             )
         stash.check_gradients()
-    if len(optimizers) > 1:
-        _check_apart(optimizers)
+    seen = set[int]()
     for optimizer, stash in zip(optimizers, stashes, strict=True):
+        own = set(map(id, parameters_of(optimizer))) if len(optimizers) > 1 else set[int]()
+        stash.shared, seen = own & seen, own | seen
         if stash.params_have_scaled_gradients:
             stash.rescale(scale)
         elif delay_unscale:
             stash.keep_scaled(scale)
         else:
             optimizer._prepare_amp_backward()
+    is_open = True
 
     def finish(failed: bool = False) -> None:
-        open_ones = [stash for stash in stashes if stash.finish is finish]
-        for stash in open_ones:
+        nonlocal is_open
+        was_open, is_open = is_open, False
+        for stash in stashes if was_open else ():
             stash.finish = None
             if failed and not delay_unscale:
                 stash.abandon_backward()
-        if failed or delay_unscale or not open_ones:
+        if failed or delay_unscale or not was_open:
             return
         scaler.clear_overflow_state()
         for optimizer, stash in zip(optimizers, stashes, strict=True):
@@ -86,17 +89,6 @@ def scaled_backward(
         finish(failed=True)
         raise
     finish()
-
-
-def _check_apart(optimizers: Sequence[Any]) -> None:
-    """RuntimeError for a parameter of several optimizers, each of which would unscale its gradient once more."""
-    held = [id(parameter) for optimizer in optimizers for parameter in parameters_of(optimizer)]
-    if len(set(held)) < len(held):
-        raise RuntimeError(
-            "amp.scale_loss got a loss for optimizers that share parameters: one is in two of the optimizers, and its "
-            "gradient would be divided by the loss scale twice. Give it to one of them, or make one optimizer with "
-            "two groups"
-        )
 
 
 def put_aside(parameters: Sequence[Parameter]) -> Stash:
