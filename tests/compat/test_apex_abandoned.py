@@ -344,3 +344,118 @@ def test_an_fp16_optimizer_that_has_not_seen_the_backward_pass() -> None:
     optimizer.update_master_grads()
     optimizer.step()
     assert torch.equal(model.weight.float(), EXPECTED)
+
+
+@pytest.mark.parametrize("level", ["O1", "O2", "O5"])
+@pytest.mark.parametrize("delays", list(itertools.product([False, True], repeat=2)))
+def test_a_block_inside_a_block_is_refused(level: str, delays: tuple[bool, bool]) -> None:
+    """The inner one would unscale what the outer one unscales again. Gradients from before are there afterwards."""
+    model, optimizer = made(level, num_losses=2)
+    backward(model, optimizer, BATCH)
+    outer, inner = delays
+    with pytest.raises(RuntimeError, match="two blocks, one after the other"):  # noqa: SIM117
+        with amp.scale_loss(model(OUTLIER), optimizer, delay_unscale=outer):
+            with amp.scale_loss(model(OUTLIER), optimizer, loss_id=1, delay_unscale=inner):
+                pass
+    backward(model, optimizer, OTHER)
+    optimizer.step()
+    assert torch.equal(model.weight.float(), torch.tensor([1.0, 0.0, 0.0]))
+
+
+@pytest.mark.parametrize("level", ["O1", "O2", "O5"])
+@pytest.mark.parametrize("order", ["clear, backward, step", "clear, backward", "backward, step"])
+def test_a_loop_that_clears_or_steps_inside_the_block(level: str, order: str) -> None:
+    model, optimizer = made(level)
+    for given in (BATCH, OTHER):
+        with amp.scale_loss(model(given), optimizer) as scaled:
+            if "clear" in order:
+                optimizer.zero_grad()
+            scaled.backward()
+            if "step" in order:
+                optimizer.step()
+        if "step" not in order:
+            optimizer.step()
+        if "clear" not in order:
+            optimizer.zero_grad()
+    assert torch.equal(model.weight.float(), torch.tensor([1.0, 0.0, 0.0]))
+    with pytest.raises(ValueError, match="after the step"), amp.scale_loss(model(BATCH), optimizer) as scaled:
+        optimizer.zero_grad()
+        scaled.backward()
+        optimizer.step()
+        raise ValueError("after the step")
+    assert torch.equal(model.weight.float(), torch.tensor([1.0, -1.0, 0.0]))
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_an_overflow_is_seen_by_a_step_inside_the_block(level: str) -> None:
+    model, optimizer = made(level, loss_scale="dynamic")
+    with amp.scale_loss(model(BATCH * float("inf")), optimizer) as scaled:
+        scaled.backward()
+        optimizer.step()
+    assert torch.equal(model.weight.float(), torch.ones(3))
+
+
+@pytest.mark.parametrize("level", ["O1", "O2", "O5"])
+def test_a_step_inside_a_block_that_delays_is_refused(level: str) -> None:
+    model, optimizer = made(level)
+    with pytest.raises(RuntimeError, match="gradients carry the loss scale"):  # noqa: SIM117
+        with amp.scale_loss(model(OUTLIER), optimizer, delay_unscale=True) as scaled:
+            scaled.backward()
+            optimizer.step()
+    assert torch.equal(model.weight.float(), torch.ones(3))
+    optimizer.zero_grad()
+    backward(model, optimizer, BATCH)
+    optimizer.step()
+    assert torch.equal(model.weight.float(), EXPECTED)
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_an_optimizer_that_is_named_twice_counts_once(level: str) -> None:
+    model, optimizer = made(level)
+    backward(model, [optimizer, optimizer], BATCH)
+    optimizer.step()
+    assert torch.equal(model.weight.float(), EXPECTED)
+
+
+@pytest.mark.parametrize("delays", [(False, False), (True, False), (True, True, False)])
+def test_a_parameter_of_two_optimizers_is_unscaled_once(delays: tuple[bool, ...]) -> None:
+    """Those of an architecture search, say, which are among the model's, too."""
+    model = Weights()
+    optimizers: Any = [torch.optim.SGD(model.parameters(), lr=1.0) for _ in range(2)]
+    amp.initialize(model, optimizers, opt_level="O1", verbosity=0, loss_scale=8.0)
+    for delay in delays:
+        backward(model, optimizers, BATCH, delay_unscale=delay)
+    assert torch.equal(model.weight.grad, BATCH * len(delays))  # type: ignore[arg-type]
+    for optimizer in optimizers:
+        optimizer.step()
+        optimizer.zero_grad()
+    assert float(model.weight[1].detach()) == 1.0 - len(delays)
+    backward(model, optimizers[1], OTHER)  # a loss of one of them
+    optimizers[1].step()
+    assert float(model.weight[2].detach()) == 0.0
+
+
+@pytest.mark.parametrize("scaled", ["16 bits", "float32"])
+def test_an_fp16_optimizer_whose_backward_pass_fails_after_the_scale_moved(scaled: str) -> None:
+    """Gradients that add up have the scale that they were brought to, whether the pass comes to its end or not."""
+    model = Weights().half() if scaled == "16 bits" else Weights()
+    optimizer: Any = FP16_Optimizer(torch.optim.SGD(model.parameters(), lr=1.0), 8.0, verbose=False)
+    optimizer.backward(model(BATCH.to(model.weight.dtype)))
+    optimizer.loss_scale = 2.0
+    with pytest.raises(ValueError, match="fails"):
+        optimizer.backward(Fails.apply(model(BATCH.to(model.weight.dtype))))
+    optimizer.backward(model(BATCH.to(model.weight.dtype)))
+    optimizer.step()
+    assert torch.equal(model.weight.float(), torch.tensor([1.0, -1.0, 1.0]))
+
+
+class Fails(torch.autograd.Function):
+    """What runs out of memory in its backward pass."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *_: torch.Tensor) -> Any:
+        raise ValueError("this pass fails")

@@ -21,7 +21,7 @@ from preamp.compat.apex.amp.lists import functional_overrides, tensor_overrides,
 from .toys import scaled_backward
 
 HALF, FLOAT, DOUBLE, BF16 = torch.float16, torch.float32, torch.float64, torch.bfloat16
-PLACES = (torch, F, torch.Tensor, torch.linalg, nn.RNNBase, torch.nn.modules.rnn)
+PLACES = (torch, F, torch.Tensor, torch.fft, torch.linalg, torch.sparse, nn.RNNBase, torch.nn.modules.rnn)
 
 
 def names() -> dict[tuple[Any, str], Any]:
@@ -401,6 +401,27 @@ def test_weights_are_cast_once_an_iteration(monkeypatch: pytest.MonkeyPatch) -> 
     assert not _amp_state.handle.cache
 
 
+def test_a_thread_that_ends_a_backward_pass_takes_no_cast_from_another() -> None:
+    """The cache is cleared between two looks of a forward pass at it: here by the cast's own question for a version."""
+    amp.initialize(nn.Linear(1, 1), opt_level="O1", verbosity=0)
+
+    class Seen(nn.Parameter):
+        @property
+        def _version(self) -> int:  # type: ignore[override]
+            return Cleared(super()._version)
+
+    class Cleared(int):
+        def __eq__(self, other: object) -> bool:
+            _amp_state.handle._clear_cache()
+            return int(self) == other
+
+        __hash__ = int.__hash__
+
+    weight = Seen(torch.ones(2, 2))
+    for _ in range(3):
+        assert torch.mm(weight, weight).dtype is HALF
+
+
 @pytest.mark.parametrize("how", ["backward", "grad"])
 def test_weights_written_by_hand_after_a_backward_pass_are_the_ones_used(how: str) -> None:
     """Without `scale_loss`, and by way of `.data`, as an optimizer that amp has not seen may do it."""
@@ -506,6 +527,30 @@ def test_checkpointing_recomputes_the_same() -> None:
         assert all(torch.equal(a, b) for a, b in zip(gradients[0], others, strict=True))
 
 
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+def test_operators_are_compiled_by_torch_jit_while_casts_are_on() -> None:
+    """Libraries do so when they are imported, torch when it first computes a directional derivative."""
+    amp.init()
+
+    def compiled(x: Tensor) -> Tensor:
+        return torch.softmax(torch.exp(x), -1) + torch.mm(x, x).norm() + torch.cat([x, x])[:3].prod()
+
+    def derivative(x: Tensor) -> Tensor:
+        direction: Tensor = torch.func.jvp(lambda y: F.linear(y, x).float().sum(), (x,), (torch.ones_like(x),))[1]
+        return direction
+
+    x = torch.rand(3, 3)
+    found = torch.jit.script(compiled)(x)
+    assert float(derivative(x)) == pytest.approx(float(3 * x.sum()), rel=1e-2)
+    amp.close()
+    assert torch.equal(found, compiled(x))
+    assert torch.equal(torch.jit.script(compiled_later)(x), compiled_later(x))
+
+
+def compiled_later(x: Tensor) -> Tensor:
+    return torch.exp(x).mm(x)
+
+
 def test_attention_and_transformers() -> None:
     amp.init()
     layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
@@ -570,7 +615,19 @@ MIXED: dict[str, Any] = {
     "cdist": lambda low, full, weight: torch.cdist(low, full + 1).sum() + torch.cdist(low, low + 1, p=1.0).sum(),
     "pdist": lambda low, full, weight: torch.pdist(low[0]).sum() + F.pdist(low[1]).sum(),
     "scatter_add": lambda low, full, weight: torch.zeros(2, 4).scatter_add(0, ROWS * 0, low[:, 0]).square().sum(),
+    "scatter_reduce": lambda low, full, weight: full[0].scatter_reduce(0, ROWS * 0, low[0, :2], "sum").sum(),
+    "index_copy": lambda low, full, weight: torch.index_copy(full, 0, ROWS[0, :2], low).square().sum(),
+    "index_copy_": lambda low, full, weight: (full * 1).index_copy_(0, ROWS[0, :2], low).square().sum(),
+    "index_put": lambda low, full, weight: full.index_put((ROWS[0, :2],), low).square().sum(),
+    "masked_scatter": lambda low, full, weight: full.masked_scatter(full > 0, low).square().sum(),
+    "a sparse graph": lambda low, full, weight: torch.sparse.mm(GRAPH, low[0]).sum() + torch.spmm(GRAPH, low[1]).sum(),
+    "embedding_bag": lambda low, full, weight: F.embedding_bag(ROWS, weight, mode="sum", per_sample_weights=low[0, :2]),
+    "solve": lambda low, full, weight: torch.linalg.solve(weight, low).sum() + torch.inverse(weight + low[0, 0] * 0.1),
+    "decomposition": lambda low, full, weight: torch.linalg.svdvals(low).sum() + (low[0] @ low[0].T).slogdet()[1],
+    "fft": lambda low, full, weight: torch.fft.ifft(torch.fft.fft(low)).real.sum() + torch.fft.rfft2(low).abs().sum(),
+    "quantile": lambda low, full, weight: low.quantile(0.3) + torch.isclose(low, full).sum(),
 }  # fmt: skip
+GRAPH = torch.eye(4).to_sparse()
 
 
 @pytest.mark.parametrize("name", MIXED)
@@ -585,7 +642,7 @@ def test_functions_in_no_list_take_what_the_listed_ones_give(level: str, name: s
         losses = []
         for _ in range(4):
             optimizer.zero_grad()
-            loss = (model(torch.tensor([[1, 2, 3, 4], [4, 3, 2, 1]])) - 2).square()
+            loss = (model(torch.tensor([[1, 2, 3, 4], [4, 3, 2, 1]])).sum() - 2).square()
             scaled_backward(loss * 2**-8, optimizer)
             optimizer.step()
             losses.append(float(loss.detach()))

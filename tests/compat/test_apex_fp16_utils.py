@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import inspect
 import io
 import pickle
@@ -14,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
 
+from preamp.compat.apex import amp
 from preamp.compat.apex._notice import DeprecatedFeatureWarning
 from preamp.compat.apex._scaler import LossScaler as AmpScaler
 from preamp.compat.apex.fp16_utils import (
@@ -33,6 +35,8 @@ from preamp.compat.apex.fp16_utils import (
     to_python_float,
     tofp16,
 )
+
+from ..products import BY_FLOAT32, counted, cpu_that_multiplies
 
 LOW = [torch.float16, torch.bfloat16]
 lows = pytest.mark.parametrize("low", LOW)
@@ -160,6 +164,20 @@ def test_fp16_model() -> None:
     model = FP16Model(Two())
     assert isinstance(model.network, Two)
     assert model(torch.ones(1, 2), torch.ones(1, 2), "n", scale=2.0).dtype is torch.float16
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
+@pytest.mark.parametrize("kind", [network_to_half, FP16Model, lambda model: amp.initialize(model, opt_level="O2")])
+def test_products_of_a_copy_go_through_float32_once_the_model_is_gone(kind: Any, copied: Any) -> None:
+    """A model that was saved as a whole, and is loaded to be used."""
+    with cpu_that_multiplies(BY_FLOAT32):
+        twin = copied(kind(nn.Linear(2, 2)))
+        gc.collect()
+        with counted() as through:
+            twin(torch.ones(1, 2))
+        assert through and all(through)
+        del twin
+        gc.collect()
 
 
 # -- parameter lists

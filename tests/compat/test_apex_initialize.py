@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 import gc
 import io
+import pickle
+import threading
 import warnings
 from collections import OrderedDict, namedtuple
 from contextlib import nullcontext
@@ -114,14 +116,19 @@ def test_it_warns_every_time_and_names_its_category() -> None:
         ({"opt_level": "O2", "keep_batchnorm_fp32": "yes"}, AssertionError, "must be a boolean"),
         ({"opt_level": "O2", "loss_scale": "much"}, ValueError, "much"),
         ({"opt_level": "O2", "cast_model_type": "half"}, ValueError, "torch.float16"),
+        ({"opt_level": "O1", "patch_torch_functions_type": FLOAT}, ValueError, "16-bit dtype of casts"),
     ],
 )
 def test_overrides_that_do_not_go_together(options: dict[str, Any], error: type[Exception], says: str) -> None:
+    other = mlp()
+    trained = quiet(other, sgd(other), opt_level="O1")[1]
     model = mlp()
     optimizer = sgd(model)
     with pytest.raises(error, match=says):
         quiet(model, optimizer, **options)
     assert model[0].weight.dtype is FLOAT and not hasattr(optimizer, "_amp_stash")
+    with amp.scale_loss(torch.ones(()), trained) as scaled:  # what was begun before goes on as it was
+        assert float(scaled) == 2.0**16
     quiet(model, optimizer, opt_level="O2")  # nothing stands in the way afterwards
 
 
@@ -251,6 +258,14 @@ def test_which_parts_are_cast() -> None:
     model.rnn(torch.randn(2, 1, 4).half())  # its weights lie together again
 
 
+@pytest.mark.parametrize("level", LEVELS)
+def test_complex_parameters_stay_complex(level: str) -> None:
+    model = nn.Linear(2, 2)
+    model.phase = nn.Parameter(torch.tensor([1.0 + 2.0j]))  # type: ignore[assignment]
+    quiet(model, sgd(model), opt_level=level)
+    assert torch.equal(model.phase, torch.tensor([1.0 + 2.0j]))  # type: ignore[arg-type]
+
+
 def test_what_the_casting_forward_takes_and_gives() -> None:
     class Batch:
         def __init__(self, x: Tensor) -> None:
@@ -333,6 +348,29 @@ def test_validating_in_float32_and_going_on(level: str) -> None:
     model.to(low).train()
     model[1].float()
     assert all(map(np.isfinite, train(model, optimizer, 2)))
+
+
+def test_a_copy_is_made_of_what_the_model_gives_to_be_copied() -> None:
+    """A lock, say, is left out by `__getstate__`."""
+    model = HoldsLock()
+    quiet(model, opt_level="O2")
+    for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert twin.lock is not model.lock and twin(torch.ones(1, 2)).dtype is FLOAT
+
+
+class HoldsLock(nn.Linear):
+    """What cannot be pickled with all of its attributes."""
+
+    def __init__(self) -> None:
+        super().__init__(2, 2)
+        self.lock = threading.Lock()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in vars(self).items() if name != "lock"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self.lock = threading.Lock()
 
 
 def test_a_forward_that_somebody_replaced_on_the_instance() -> None:
@@ -420,7 +458,7 @@ def test_close_takes_everything_back() -> None:
     quiet(model, optimizer, opt_level="O0")
     train(model, optimizer, 2)
     amp.close()
-    assert type(model) is nn.Sequential and "_amp_dtypes" not in vars(model)
+    assert type(model) is nn.Sequential and "_amp_casts" not in vars(model)
     after = dict(vars(optimizer))
     after.pop("_opt_called", None)
     assert after.keys() == before.keys()

@@ -96,6 +96,14 @@ def test_autocast_casts_all_of_it(kind: Any, dtype: torch.dtype) -> None:
     assert x.grad.dtype is layer.weight.grad.dtype is torch.float32
 
 
+@kinds
+def test_autocast_leaves_float64_alone(kind: Any) -> None:
+    layer, x = kind(SHAPE).double(), torch.randn(4, *SHAPE, dtype=torch.float64)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        out = layer(x)
+    assert out.dtype is torch.float64 and torch.equal(out, layer(x))
+
+
 def test_functions_take_apexs_positions() -> None:
     names = {
         "fused_layer_norm_affine": "input weight bias normalized_shape eps memory_efficient",
@@ -230,6 +238,21 @@ def test_the_compiled_operators_are_torchs(dtype: torch.dtype, memory_efficient:
     for got, want in zip((out, *(found if affine else [found])), (plain.detach(), *wanted), strict=True):
         assert got.dtype is dtype
         torch.testing.assert_close(got.double(), want, **near)
+
+
+@pytest.mark.parametrize("rms", [False, True])
+def test_a_weight_of_zero_keeps_memory_efficient_gradients_finite(rms: bool) -> None:
+    """A gate that begins at 0: the output does not tell what was normed there, for which Apex takes 0."""
+    torch.manual_seed(0)
+    x, grad, weight = torch.randn(5, 4), torch.randn(5, 4), torch.tensor([0.0, 1.0, -2.0, 3.0])
+    params = [weight] if rms else [weight, torch.randn(4)]
+    forward, backward = ("rms_forward_affine", "rms_backward_affine") if rms else ("forward_affine", "backward_affine")
+    out, *statistics = getattr(compiled, forward)(x, (4,), *params, 1e-5)
+    wanted = getattr(compiled, backward)(grad, *statistics, x, (4,), *params, 1e-5, False)
+    found = getattr(compiled, backward)(grad, *statistics, out, (4,), *params, 1e-5, True)
+    assert found[1][0] == 0.0 and found[0].isfinite().all()
+    for got, want in zip(found, wanted, strict=True):
+        torch.testing.assert_close(got[..., 1:], want[..., 1:], rtol=1e-4, atol=1e-4)
 
 
 def test_the_compiled_operators_of_mixed_dtypes() -> None:

@@ -433,6 +433,9 @@ def test_handle_scale_loss_trains_and_skips(capsys: pytest.CaptureFixture[str]) 
         losses.append(float(loss.detach()))
     assert losses[-1] < losses[0]
     assert "Gradient overflow.  Skipping step, loss scaler 0 reducing loss scale to 32768.0" in capsys.readouterr().out
+    amp.close()
+    assert not {"_amp_stash", "_prepare_amp_backward"} & vars(optimizer).keys()
+    amp.initialize(model, optimizer, opt_level="O2", verbosity=0)  # lets it be used by the other generation of amp
 
 
 def test_wrapped_optimizer(capsys: pytest.CaptureFixture[str]) -> None:

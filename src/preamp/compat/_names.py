@@ -1,4 +1,4 @@
-"""Modules of Apex that are other modules here, and those that are not here: one error, however they are imported."""
+"""Modules of Apex that are parts of other modules here, and errors for those that preamp does not have."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from importlib.machinery import ModuleSpec, PathFinder
 from types import ModuleType
 
 OURS = "preamp.compat.apex"
-_SAME = {
+_ALIASES = {
     "amp.opt": "amp.handle",
     "amp.scaler": "_scaler",
     "amp.rnn_compat": "amp.wrap",
@@ -38,7 +38,7 @@ _SAME = {
     "parallel.optimized_sync_batchnorm": "parallel.sync_batchnorm",
     "parallel.sync_batchnorm_kernel": "parallel.sync_batchnorm",
 }
-"""What scripts import, and the module that has it."""
+"""What scripts import, and the module of this package that has its names."""
 _ATTENTION = (
     "torch.nn.MultiheadAttention, or torch.nn.functional.scaled_dot_product_attention between linear layers, runs "
     "fused kernels"
@@ -64,11 +64,11 @@ _ALTERNATIVES = {
 }
 
 
-def name_twice() -> None:
-    """Give the modules of ours, all of which are loaded, their second names."""
-    for second, first in _SAME.items():
-        module, (parent, _, child) = sys.modules[f"{OURS}.{first}"], second.rpartition(".")
-        sys.modules[f"{OURS}.{second}"] = module
+def register_aliases() -> None:
+    """Have Apex's module names find modules of this package, all of which are loaded."""
+    for alias, name in _ALIASES.items():
+        module, (parent, _, child) = sys.modules[f"{OURS}.{name}"], alias.rpartition(".")
+        sys.modules[f"{OURS}.{alias}"] = module
         setattr(sys.modules[f"{OURS}.{parent}".rstrip(".")], child, module)
     if not any(isinstance(finder, AbsentModules) and finder.package == OURS for finder in sys.meta_path):
         sys.meta_path.insert(0, AbsentModules(OURS))
@@ -91,9 +91,9 @@ class AbsentModules(MetaPathFinder):
             return None
         if self.real is not None:
             if name == "RNN":  # an ImportError, since `from apex import RNN` would swallow the other kind
-                raise ImportError(_told(name), name=fullname)
+                raise ImportError(_not_included(name), name=fullname)
         elif name in _ALTERNATIVES:
-            raise ModuleNotFoundError(_told(name), name=f"apex.{name}")
+            raise ModuleNotFoundError(_not_included(name), name=f"apex.{name}")
         elif self.package == "apex" and PathFinder.find_spec(fullname, path) is None:
             raise ModuleNotFoundError(
                 f"No module named {fullname!r}: preamp has apex.amp, fp16_utils, parallel, optimizers, normalization, "
@@ -104,7 +104,7 @@ class AbsentModules(MetaPathFinder):
         return None
 
 
-def _told(name: str) -> str:
+def _not_included(name: str) -> str:
     return (
         f"apex.{name} is not part of preamp: {_ALTERNATIVES[name]}. Or install NVIDIA's Apex, to which preamp adds "
         "what was removed there"

@@ -9,7 +9,7 @@ import os
 import subprocess
 import sys
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
 
@@ -101,12 +101,10 @@ class AlreadyImported(PreampError, RuntimeError):
     """Another `apex.amp` is in use in this process."""
 
 
-def environment(base: dict[str, str] | None = None) -> dict[str, str]:
-    """A copy of an environment (this process's) in which every Python process can import `apex`."""
-    env = dict(os.environ if base is None else base)
-    before = [part for part in env.get("PYTHONPATH", "").split(os.pathsep) if part and part != IMPORTABLE]
-    env["PYTHONPATH"] = os.pathsep.join([IMPORTABLE, *before])
-    return env
+def environment(base: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """The variables of this process or of `base`, with which every Python process can import `apex`."""
+    before = [part for part in base.get("PYTHONPATH", "").split(os.pathsep) if part and part != IMPORTABLE]
+    return {**base, "PYTHONPATH": os.pathsep.join([IMPORTABLE, *before])}
 
 
 def _installed() -> AbsentModules | None:
@@ -116,7 +114,7 @@ def _installed() -> AbsentModules | None:
 def _real_apex() -> ModuleType | None:
     """NVIDIA's Apex, loaded, if it is installed and can be; None for any other package of that name."""
     module = sys.modules.get("apex")
-    if module is not None and not _is_stand_in(module):
+    if module is not None and not str(getattr(module, "__file__", "")).startswith(IMPORTABLE):
         return module if _is_nvidias(module.__spec__) else None
     spec = importlib.machinery.PathFinder.find_spec("apex", _elsewhere())
     if spec is None or spec.loader is None or not _is_nvidias(spec):
@@ -140,10 +138,6 @@ def _real_apex() -> ModuleType | None:
         )
         return None
     return module
-
-
-def _is_stand_in(module: ModuleType) -> bool:
-    return str(getattr(module, "__file__", "")).startswith(IMPORTABLE)
 
 
 def _is_nvidias(spec: importlib.machinery.ModuleSpec | None) -> bool:

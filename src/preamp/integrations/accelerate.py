@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from contextlib import ExitStack
 from types import MethodType
 from typing import Any
 
@@ -14,7 +15,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from ..errors import SessionError, kind_of
-from ..frameworks import unwrap
+from ..frameworks import replaced, unwrap
 from ..session import Session, SessionScaler, StepReport
 from ..tree import cast_floating
 from ._host import Host
@@ -29,7 +30,7 @@ class Attachment(Host):
 
     def __init__(self, accelerator: Accelerator, session: Session | None, options: dict[str, Any]) -> None:
         super().__init__(options)
-        self._forwards: list[tuple[nn.Module, Any]] = []
+        self._undo = ExitStack()
         self._optimizers: list[AcceleratedOptimizer] = []
         self.follow(accelerator)
         if session is not None:
@@ -52,14 +53,10 @@ class Attachment(Host):
         """
         if self._session is None:
             return
-        for model, forward in self._forwards:
-            for name in ("forward", "_original_forward"):
-                vars(model).pop(name, None)
-            if forward is not None:
-                model.forward = forward
+        self._undo.close()
         for optimizer in self._optimizers:
             optimizer.__class__, optimizer.scaler, optimizer._is_overflow = AcceleratedOptimizer, None, False
-        self._forwards, self._optimizers, self._accelerator.scaler = [], [], None
+        self._optimizers, self._accelerator.scaler = [], None
         super().close()
 
     def _prepared(self, *args: Any, **kwargs: Any) -> Any:
@@ -86,8 +83,7 @@ class Attachment(Host):
         self._hold(optimizers)
         for model in models:
             if self._session.policy.has_regions and "_original_forward" not in vars(model):
-                self._forwards.append((model, vars(model).get("forward")))
-                _enter_region(model, self._session, self)
+                self._enter_region(model, self._session)
         return results
 
     def _held(self, *args: Any, **kwargs: Any) -> Any:
@@ -117,6 +113,22 @@ class Attachment(Host):
                 return self._save_state(*args, **kwargs)
         finally:
             self._accelerator.scaler = scaler
+
+    def _enter_region(self, model: nn.Module, session: Session) -> None:
+        """Run a model's forward in the session's region, with float32 outputs: as Accelerate does for its own."""
+        forward: Any = model.forward
+        function = getattr(forward, "__func__", forward)
+
+        @functools.wraps(function)
+        def in_region(*args: Any, **kwargs: Any) -> Any:
+            if self._session is not session:  # it is closed, and this is a copy of the model: an average, say
+                return function(*args, **kwargs)
+            with session.autocast():
+                return cast_floating(function(*args, **kwargs), torch.float32)
+
+        wrapped = in_region if function is forward else MethodType(in_region, model)
+        self._undo.enter_context(replaced(model, "forward", wrapped))
+        self._undo.enter_context(replaced(model, "_original_forward", forward))  # which unwrap_model looks for
 
     def _unscale(self, optimizer: Any = None) -> None:
         """True gradients, which the accelerator's clipping reads and changes: of all optimizers, or of some."""
@@ -200,19 +212,3 @@ class _SessionOptimizer(AcceleratedOptimizer):
     def step_was_skipped(self) -> bool:
         """Whether the last step was skipped, also of an optimizer that is fused; a host sync."""
         return self._is_overflow.skipped if isinstance(self._is_overflow, StepReport) else self._is_overflow
-
-
-def _enter_region(model: nn.Module, session: Session, attachment: Attachment) -> None:
-    """Run a model's forward in the session's region, with float32 outputs: as Accelerate does for its own."""
-    forward: Any = model.forward
-    function = getattr(forward, "__func__", forward)
-
-    @functools.wraps(function)
-    def in_region(*args: Any, **kwargs: Any) -> Any:
-        if attachment._session is not session:  # it is closed, and this is a copy of the model: an average, say
-            return function(*args, **kwargs)
-        with session.autocast():
-            return cast_floating(function(*args, **kwargs), torch.float32)
-
-    model._original_forward = forward  # by which Accelerate's unwrap_model finds it, wrapped as it wraps
-    model.forward = in_region if function is forward else MethodType(in_region, model)

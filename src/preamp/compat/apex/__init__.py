@@ -5,7 +5,7 @@ and on any accelerator of torch's. `import preamp.compat.apex as apex`, or `prea
 says `import apex`.
 """
 
-from .._names import name_twice as _name_twice
+from .._names import register_aliases as _register_aliases
 from . import _amp_c as _amp_c
 from . import _layers as _layers
 from . import amp, contrib, fp16_utils, normalization, optimizers, parallel
@@ -22,4 +22,4 @@ __all__ = [
     "parallel",
 ]
 
-_name_twice()
+_register_aliases()

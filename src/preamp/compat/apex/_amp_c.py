@@ -75,7 +75,7 @@ def multi_tensor_adam(
         lr=lr, betas=(beta1, beta2), eps=epsilon, weight_decay=weight_decay, decoupled_weight_decay=mode == 1,
         found=_found(noop_flag),
     )  # fmt: skip
-    take(kernels.adam, o, params, grads, [exp_avgs, exp_avg_sqs], step - 1 if bias_correction else LATE)
+    step_with(kernels.adam, o, params, grads, [exp_avgs, exp_avg_sqs], step - 1 if bias_correction else LATE)
 
 
 def multi_tensor_sgd(
@@ -90,14 +90,12 @@ def multi_tensor_sgd(
         raise RuntimeError("multi_tensor_sgd(wd_after_momentum=True) is not here: write multi_tensor_adam(mode=1)")
     lists = _checked("multi_tensor_sgd", tensor_lists, 4 if len(tensor_lists) == 4 else 3)
     grads, params, momentum_buffers = lists[:3]
-    if not params:
-        return
-    factor = None if scale == 1.0 else torch.full((), scale, dtype=torch.float32, device=params[0].device)
+    factor = None if scale == 1.0 else torch.full((), scale, dtype=torch.float32, device=noop_flag.device)
     o = kernels.SGDOptions(
         lr=lr, momentum=momentum, dampening=dampening, weight_decay=wd, nesterov=nesterov, first=first_run,
         factor=factor, found=_found(noop_flag),
     )  # fmt: skip
-    take(kernels.sgd, o, params, grads, [momentum_buffers] if momentum else [[]], None)
+    step_with(kernels.sgd, o, params, grads, [momentum_buffers] if momentum else [[]], None)
     for copies in lists[3:]:
         _store(copies, params)
 
@@ -117,14 +115,14 @@ def multi_tensor_lamb(
         weight_decay=weight_decay, bias_correction=bool(bias_correction), grad_averaging=bool(grad_averaging),
         adam_w_mode=mode == 1, max_grad_norm=max_grad_norm, use_nvlamb=bool(use_nvlamb), found=_found(noop_flag),
     )  # fmt: skip
-    take(kernels.lamb, o, params, grads, [exp_avgs, exp_avg_sqs], step - 1)
+    step_with(kernels.lamb, o, params, grads, [exp_avgs, exp_avg_sqs], step - 1)
 
 
 @torch.no_grad()
-def take(
-    kernel: Any, options: Any, params: Sequence[Tensor], grads: Sequence[Tensor], states: Lists, taken: int | None
+def step_with(
+    kernel: Any, options: Any, params: Sequence[Tensor], grads: Sequence[Tensor], states: Lists, steps: int | None
 ) -> None:
-    """One step of parameters of any mixture of devices and dtypes by one of the kernels, after `taken` others.
+    """One step of parameters of any mixture of devices and dtypes by one of the kernels, after so many `steps`.
 
     16-bit parameters are widened for the length of the call, stepped in float32, and rounded back once.
     """
@@ -135,7 +133,7 @@ def take(
         own = [params[i].detach() for i in places]
         wide = [param.float() for param in own] if dtype in LOW_DTYPES else own
         lists = [[state[i] for i in places] if state else [] for state in states]
-        step = None if taken is None else torch.full((), taken, dtype=torch.float32, device=device)
+        step = None if steps is None else torch.full((), steps, dtype=torch.float32, device=device)
         storage = kernels.Storage(wide, lists, step, own if dtype in LOW_DTYPES else None)
         kernel(storage, [grads[i] for i in places], options)
 

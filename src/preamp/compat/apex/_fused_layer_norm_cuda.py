@@ -66,12 +66,13 @@ def _gradients(
     """Those of the input, and of the parameters in `more`, which are followed by eps and perhaps `memory_efficient`."""
     params = [each for each in more if isinstance(each, Tensor)]
     normed, rows, column = _rows(kept, shape), _rows(grad, shape), invvar.view(-1, 1)
-    if more[-1] is True:
-        normed = normed - _rows(params[1], shape) if len(params) > 1 else normed
-        normed = normed / _rows(params[0], shape) if params else normed
-    else:
+    weight = _rows(params[0], shape) if params else None
+    if more[-1] is not True:
         normed = (normed if mean is None else normed - mean.view(-1, 1)) * column
-    scaled = rows * _rows(params[0], shape) if params else rows
+    elif weight is not None:  # where it is 0, the output does not tell what was normed, for which Apex takes 0
+        normed = normed - _rows(params[1], shape) if len(params) > 1 else normed
+        normed = normed / torch.copysign(weight.abs().clamp(min=more[-2]), weight)
+    scaled = rows if weight is None else rows * weight
     own = scaled - normed * (scaled * normed).mean(1, keepdim=True)
     own = (own - scaled.mean(1, keepdim=True) if centred else own) * column
     own = own.view(kept.shape).to(kept.dtype)

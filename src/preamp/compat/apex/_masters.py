@@ -85,7 +85,8 @@ class Masters:
         master.__dict__.update(parameter.__dict__)  # marks such as "no weight decay" that optimizers look for
         group["params"][:] = [master if each is parameter else each for each in group["params"]]
         if parameter in optimizer.state:
-            optimizer.state[master] = map_tensors(_widened, optimizer.state.pop(parameter))
+            state = optimizer.state.pop(parameter)
+            optimizer.state[master] = map_tensors(lambda x: x.float() if x.dtype in LOW_DTYPES else x, state)
         MASTER_OF[parameter] = master
         for lows in (self.fp16_groups[number], self.all_fp16_params):
             lows.append(parameter)
@@ -150,7 +151,3 @@ def forwarded(path: str, doc: str) -> property:
     """An attribute of something inside, such as "optimizer.state", which may be set."""
     inner, _, name = path.rpartition(".")
     return property(attrgetter(path), lambda self, value: setattr(attrgetter(inner)(self), name, value), doc=doc)
-
-
-def _widened(value: Tensor) -> Tensor:
-    return value.float() if value.dtype in LOW_DTYPES else value

@@ -90,8 +90,7 @@ class LossScaler:
             self._has_overflow = bool(self._overflow_buf.item())
         if self._has_overflow and self.dynamic:
             self._unskipped = 0
-            lowered = self._loss_scale / 2.0
-            self._loss_scale = max(self._min_loss_scale, lowered) if self._min_loss_scale else lowered
+            self._loss_scale = max(self._loss_scale / 2.0, self._min_loss_scale or 0.0)
             return True
         self._unskipped += 1
         if self.dynamic and self._unskipped >= self._scale_seq_len:

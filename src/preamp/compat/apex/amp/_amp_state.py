@@ -17,29 +17,22 @@ from .._notice import is_rank_zero
 class AmpState:
     """The state of amp in this process."""
 
-    hard_override: bool
+    hard_override = False
     """Whether forbidden overrides of options are printed as warnings instead of raised."""
-    allow_incoming_model_not_fp32: bool
-    """Whether `initialize` takes models with 16-bit parameters."""
-    verbosity: int
+    allow_incoming_model_not_fp32 = False
+    """Whether `initialize` takes models with float16 parameters."""
+    verbosity = 1
     """0: silent. 1: options and skipped steps. 2: every cast as well."""
-    loaded_unused: bool
+    loaded_unused = False
     """Whether `load_state_dict` gave loss scales that no loss has had yet."""
-    # what the modules above put here: Properties, LossScalers by loss_id, an AmpHandle
+    # what other modules put here: Properties, LossScalers by loss_id, an AmpHandle
     opt_properties: Any
     loss_scalers: list[Any]
     handle: Any
 
-    def __init__(self) -> None:
-        self.reset()
-
     def reset(self) -> None:
-        """As when amp was imported."""
+        """Set everything back to what it was when amp was imported."""
         self.__dict__.clear()
-        self.hard_override = False
-        self.allow_incoming_model_not_fp32 = False
-        self.verbosity = 1
-        self.loaded_unused = False
 
 
 _amp_state = AmpState()

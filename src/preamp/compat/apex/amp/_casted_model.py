@@ -27,8 +27,8 @@ from .._notice import warn
 class CastedModel(nn.Module):
     """The mixin that a casting model's class gets."""
 
-    _amp_dtypes: tuple[torch.dtype | None, torch.dtype | None]
-    _amp_witness: nn.Parameter | None
+    _amp_casts: tuple[torch.dtype | None, torch.dtype | None, nn.Parameter | None]
+    """Dtypes of inputs and outputs, and a parameter whose dtype inputs follow: some call model.float() to validate."""
     _amp_original: type[nn.Module]
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -43,9 +43,8 @@ def _forward(self: Any, *args: Any, **kwargs: Any) -> Any:
     inner = self.__dict__.get("_amp_forward")
     if not isinstance(self, CastedModel):  # amp is closed, and somebody has kept this method
         return type(self).forward(self, *args, **kwargs) if inner is None else inner(*args, **kwargs)
-    inputs, outputs = self._amp_dtypes
-    if inputs is not None and self._amp_witness is not None:
-        inputs = self._amp_witness.dtype  # follows model.float(), which some call to validate
+    inputs, outputs, followed = self._amp_casts
+    inputs = inputs if followed is None else followed.dtype
     if inputs is not None:
         args = tuple(cast_nested(value, inputs) for value in args)
         kwargs = {key: cast_nested(value, inputs) for key, value in kwargs.items()}
@@ -55,11 +54,13 @@ def _forward(self: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _reduce_ex(self: Any, protocol: Any) -> Any:
-    return _rebuild, (self._amp_original,), self.__dict__
+    return _rebuild, (self._amp_original,), getattr(self, "__getstate__", lambda: self.__dict__)()
 
 
 def _rebuild(original: type[nn.Module]) -> nn.Module:
-    return object.__new__(_SUBCLASSES.of(original))
+    made = object.__new__(_SUBCLASSES.of(original))
+    PRODUCTS.hold_while(made)
+    return made
 
 
 _SUBCLASSES = Subclasses(CastedModel, "_amp_original", forward=_forward, __reduce_ex__=_reduce_ex)
@@ -71,9 +72,9 @@ _PRODUCTS: MutableMapping[nn.Module, weakref.finalize[..., Any]] = WeakIdKeyDict
 
 def patch_forward(model: nn.Module, inputs: torch.dtype | None, outputs: torch.dtype | None) -> None:
     """Have a model cast floating inputs to `inputs` and outputs to `outputs`; None leaves them alone."""
-    model.__dict__["_amp_dtypes"] = (inputs, outputs)
-    witness = model.__dict__["_amp_witness"] = next((p for p in model.parameters() if p.dtype is inputs), None)
-    if inputs in LOW_DTYPES and witness is not None and witness.device.type == "cpu" and model not in _PRODUCTS:
+    followed = next((p for p in model.parameters() if p.dtype is inputs), None)
+    model.__dict__["_amp_casts"] = (inputs, outputs, followed)
+    if inputs in LOW_DTYPES and followed is not None and followed.device.type == "cpu" and model not in _PRODUCTS:
         _PRODUCTS[model] = PRODUCTS.hold_while(model)
     if isinstance(model, CastedModel):
         return
@@ -89,8 +90,7 @@ def unpatch_forward(model: nn.Module) -> None:
         _PRODUCTS.pop(model)()
     if isinstance(model, CastedModel):
         _SUBCLASSES.leave(model)
-        for name in ("_amp_dtypes", "_amp_witness"):
-            model.__dict__.pop(name)
+        model.__dict__.pop("_amp_casts")
         if "forward" in model.__dict__:
             model.__dict__.setdefault("_amp_forward", None)  # so that amp, begun again, lets it stand outside
         elif "_amp_forward" in model.__dict__:
@@ -145,7 +145,7 @@ def _tell_masters(module: nn.Module, state_dict: dict[str, Any], prefix: str, *_
 
 
 def check_params_fp32(models: list[nn.Module]) -> None:
-    """RuntimeError for a model that has 16-bit parameters or buffers already."""
+    """RuntimeError for a model that has float16 parameters or buffers already."""
     for model in models:
         for kind, named in (("param", model.named_parameters()), ("buffer", model.named_buffers())):
             for name, value in named:

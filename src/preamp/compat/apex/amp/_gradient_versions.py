@@ -22,20 +22,13 @@ class GradientVersions:
     """The gradients of a list of parameters as amp left them."""
 
     def __init__(self) -> None:
-        self._had: list[bool] = []
+        self._had = set[int]()  # ids of parameters
 
     def record(self, parameters: Sequence[Parameter]) -> None:
         """Note the gradients as they are now."""
-        gradients = list(map(_GRAD, parameters))
-        self._had = [gradient is not None for gradient in gradients]
-        for gradient in gradients:
-            if gradient is not None:
-                gradient._amp_seen_version = gradient._version
-
-    def accept(self, parameters: Sequence[Parameter]) -> None:
-        """Take the gradients that amp has left for what they are now."""
+        self._had = {id(parameter) for parameter in parameters if parameter.grad is not None}
         for gradient in map(_GRAD, parameters):
-            if hasattr(gradient, _SEEN):
+            if gradient is not None:
                 gradient._amp_seen_version = gradient._version
 
     def update_masters(self, parameters: Sequence[Parameter], masters: Sequence[Parameter], stepping: bool) -> bool:
@@ -52,7 +45,7 @@ class GradientVersions:
         with suppress(AttributeError):  # of one that is not there, or was never seen
             if list(map(attrgetter(_SEEN), gradients)) == list(map(_VERSION, gradients)):
                 return False
-        had = [*self._had, *[False] * (len(parameters) - len(self._had))]
+        had = [id(parameter) in self._had for parameter in parameters]
         zeroed = [not stepping and g is not None and getattr(g, _ZEROED, None) == g._version for g in gradients]
         cleared = [h and (g is None or zero) for h, g, zero in zip(had, gradients, zeroed, strict=True)]
         whole = any(cleared) and cleared == had

@@ -11,17 +11,17 @@ from torch import nn
 from ....errors import kind_of
 from .._notice import warn
 from .._scaler import LossScaler
-from ..fp16_utils import FP16_Optimizer, convert_network
+from ..fp16_utils import FP16_Optimizer, convert_module, convert_network
 from ..parallel import DistributedDataParallel as ApexDDP
 from . import amp
 from ._amp_state import _amp_state
 from ._amp_state import maybe_print as maybe_print  # Apex has it here
 from ._casted_model import cast_nested as cast_nested  # and this
 from ._casted_model import check_params_fp32, keep_state_dict_full, patch_forward, unpatch_forward
-from ._process_optimizer import _process_optimizer
+from ._process_optimizer import ATTACHED, _process_optimizer
 
-KNOWN: list[weakref.ref[Any]] = []
-"""Models and optimizers that `initialize` has changed, for `close`; it keeps none of them alive."""
+_CHANGED: Any = weakref.WeakSet()
+"""Models that `initialize` has changed, for `close`."""
 
 
 def check_models(models: list[Any], wrapped: bool = False) -> None:
@@ -103,20 +103,21 @@ def _initialize(
         for optimizer in optimizer_list:  # raises before any model is touched
             processed.append(_process_optimizer(optimizer, properties))
         _cast(model_list, optimizer_list, properties, cast_model_outputs)
+        if properties.patch_torch_functions:
+            low, is_verbose = properties.patch_torch_functions_type or torch.float16, _amp_state.verbosity == 2
+            on_cpu = all(p.device.type == "cpu" for model in model_list for p in model.parameters())
+            amp.init(loss_scale=properties.loss_scale, verbose=is_verbose, patch_type=low, takes_cpu=on_cpu)
     except BaseException:
         for optimizer in processed:
             optimizer._amp_stash.detach()
         raise
-    KNOWN[:] = [ref for ref in KNOWN if ref() is not None]
-    KNOWN.extend(weakref.ref(thing) for thing in (*model_list, *optimizer_list))
+    _CHANGED.update(model_list)
     if _amp_state.loaded_unused:
         warn(
             "amp.load_state_dict() gave loss scales, and this further amp.initialize() makes new ones, so that they "
             "are lost: call it after the last amp.initialize()"
         )
-    _amp_state.loss_scalers, _amp_state.loaded_unused = scalers, False
-    if properties.patch_torch_functions:
-        _patch_torch(model_list, properties)
+    _amp_state.opt_properties, _amp_state.loss_scalers, _amp_state.loaded_unused = properties, scalers, False
     if optimizers is None:
         return models
     return models, optimizers
@@ -133,20 +134,14 @@ def _cast(models: list[Any], optimizers: list[Any], properties: Any, outputs: to
         if properties.keep_batchnorm_fp32:
             convert_network(model, dtype)
         else:
-            model.to(dtype)
+            for module in model.modules():
+                convert_module(module, dtype)
         patch_forward(model, dtype, torch.float32 if outputs is None else outputs)
         keep_state_dict_full(model)
     if not properties.master_weights:
         for optimizer in optimizers:  # state that exists follows its parameters; masters bring theirs along later
             if optimizer.state:
                 optimizer.load_state_dict(optimizer.state_dict())
-
-
-def _patch_torch(models: list[Any], properties: Any) -> None:
-    on_accelerator = any(p.device.type != "cpu" for model in models for p in model.parameters())
-    low = properties.patch_torch_functions_type or torch.float16
-    verbose = _amp_state.verbosity == 2
-    amp.init(loss_scale=properties.loss_scale, verbose=verbose, patch_type=low, takes_cpu=not on_accelerator)
 
 
 def close() -> None:
@@ -158,13 +153,11 @@ def close() -> None:
     handle = getattr(_amp_state, "handle", None)
     if handle is not None:
         handle._deactivate()
-    for ref in KNOWN:
-        thing = ref()
-        if thing is not None and hasattr(thing, "_amp_stash"):
-            thing._amp_stash.detach()
-        elif thing is not None:
-            unpatch_forward(thing)
-    KNOWN.clear()
+    for stash in [*ATTACHED]:
+        stash.detach()
+    for model in [*_CHANGED]:
+        unpatch_forward(model)
+    _CHANGED.clear()
     amp._DECORATOR_HANDLE = None
     amp._USER_CAST_REGISTRY.clear()
     amp._USER_PROMOTE_REGISTRY.clear()

@@ -6,7 +6,9 @@ The optimizer steps masters, which have gradients of their own; loops of others 
 from __future__ import annotations
 
 import types
-from contextlib import nullcontext
+import weakref
+from collections.abc import Callable
+from contextlib import ExitStack, nullcontext
 from functools import wraps
 from itertools import chain
 from typing import Any
@@ -16,6 +18,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from ....formats import LOW_DTYPES
+from ....frameworks import replaced
 from ....ledger import parameters_of
 from .._masters import SAVED, Masters, clear_gradients, fitting, multiply_gradients
 from .._notice import warn
@@ -24,7 +27,10 @@ from ._amp_state import _amp_state, maybe_print
 from ._gradient_versions import GradientVersions
 from ._scaled_backward import Stash, add_pairwise, put_aside, put_back, unscale_and_add
 
-_PLANTED = {
+ATTACHED: Any = weakref.WeakSet()
+"""The states of all optimizers that have one, for `amp.close`; they live as long as their optimizers."""
+
+_APEX_METHODS = {
     "_lazy_init_maybe_master_weights": "lazy_init",
     "_master_params_to_model_params": "masters_to_model",
     "_prepare_amp_backward": "prepare_backward",
@@ -63,11 +69,15 @@ class AmpOptimizerState(Masters):
         self.params_have_scaled_gradients = False
         self.delayed_scale = 1.0
         """The scale on the gradients while they stay scaled."""
+        self.finish: Callable[[], None] | None = None
+        """Ends the block of `amp.scale_loss` that the optimizer is in."""
+        self.shared = set[int]()
+        """Ids of parameters in that block whose gradients are unscaled with those of another optimizer."""
         self.already_patched = False
         """Whether the next step is skipped."""
-        self._replaced: list[tuple[str, Any, Any]] = []
+        self._undo = ExitStack()
         self._reason = (0, 1.0)
-        self._told = False
+        self._has_warned = False
 
     def lazy_init(self) -> None:
         """Make the masters, once; without masters look at the optimizer's parameters, which may be others by now."""
@@ -85,7 +95,7 @@ class AmpOptimizerState(Masters):
     def _stepped(self) -> list[Parameter]:
         """What the optimizer steps: parameters of the model, and masters, which a penalty may give gradients."""
         self.lazy_init()
-        return list(parameters_of(self._optimizer))
+        return [parameter for parameter in parameters_of(self._optimizer) if id(parameter) not in self.shared]
 
     # -- around a backward pass
 
@@ -110,14 +120,12 @@ class AmpOptimizerState(Masters):
 
     def _unscale_low(self, scaler: LossScaler) -> None:
         """Unscale the model's gradients into the masters', added to what those hold."""
-        low = [p.grad for p in self.all_fp16_params if p.grad is not None]
-        masters = [
-            m for p, m in zip(self.all_fp16_params, self.all_fp32_from_fp16_params, strict=True) if p.grad is not None
-        ]
-        true = [torch.empty_like(master) for master in masters]
-        scaler.unscale([g.coalesce().to_dense() if g.layout is torch.sparse_coo else g for g in low], true)
-        add_pairwise([(m.grad, t) for m, t in zip(masters, true, strict=True) if m.grad is not None])
-        for master, gradient in zip(masters, true, strict=True):
+        both = zip(self.all_fp16_params, self.all_fp32_from_fp16_params, strict=True)
+        pairs = [(p.grad, master) for p, master in both if p.grad is not None]
+        true = [torch.empty_like(master) for _, master in pairs]
+        scaler.unscale([g.coalesce().to_dense() if g.layout is torch.sparse_coo else g for g, _ in pairs], true)
+        add_pairwise([(m.grad, t) for (_, m), t in zip(pairs, true, strict=True) if m.grad is not None])
+        for (_, master), gradient in zip(pairs, true, strict=True):
             master.grad = gradient if master.grad is None else master.grad
 
     def abandon_backward(self) -> None:
@@ -132,14 +140,10 @@ class AmpOptimizerState(Masters):
             self.lazy_init()
             changed = self.versions.update_masters(self.all_fp16_params, self.all_fp32_from_fp16_params, stepping)
             if changed:
-                self.versions.accept(self.all_fp16_params)
-                if not self._told:
+                self.versions.record(self.all_fp16_params)
+                if not self._has_warned:
                     warn(UNREAD)
-                self._told = True
-
-    def clear_master_gradients(self) -> None:
-        """Make the gradients of all masters None."""
-        clear_gradients(self.all_fp32_from_fp16_params, True)
+                self._has_warned = True
 
     # -- gradients that stay scaled until a later pass (delay_unscale=True)
 
@@ -183,23 +187,24 @@ class AmpOptimizerState(Masters):
             raise RuntimeError(NO_CLOSURE)
         loss_id, scale = self._reason
         maybe_print(f"Gradient overflow.  Skipping step, loss scaler {loss_id} reducing loss scale to {scale}")
-        self.clear_master_gradients()
-        self.versions.accept(self.all_fp16_params)
+        clear_gradients(self.all_fp32_from_fp16_params, True)
+        self.versions.record(self.all_fp16_params)
 
     # -- the optimizer's methods, which get what was there before as `inner`
 
     def step(self, inner: Any, closure: Any = None, *args: Any, **kwargs: Any) -> Any:
         """Step the masters and round them into the model; where a gradient was not finite, say so instead."""
+        if self.finish is not None:  # the gradients are still scaled
+            self.finish()
         if self.already_patched:
             self._optimizer._opt_called = True  # schedulers are told: the step came first, it was only skipped
             return self.skipped(closure)
         if closure is None:
             self.check_unscaled()
-        if self.master_weights:
-            if closure is not None:
-                raise RuntimeError(NO_CLOSURE)
             self.check_gradients(stepping=True)
-        if closure is not None:
+        elif self.master_weights:
+            raise RuntimeError(NO_CLOSURE)
+        else:
             args = (closure, *args)
         handle = getattr(_amp_state, "handle", None)
         with nullcontext() if handle is None else handle._disable_casts():
@@ -208,14 +213,19 @@ class AmpOptimizerState(Masters):
             handle._clear_cache()
         if self.master_weights:
             self.masters_to_model()
-            self.clear_master_gradients()
+            clear_gradients(self.all_fp32_from_fp16_params, True)
         return result
 
-    def zero_grad(self, inner: Any, set_to_none: bool = False) -> None:
+    def zero_grad(self, inner: Any, *args: Any, **kwargs: Any) -> None:
+        """Clear the gradients, and inside of a block of `amp.scale_loss` those that were put aside, too."""
+        self._aside = []
+        (self._clear if self.master_weights else inner)(*args, **kwargs)
+
+    def _clear(self, set_to_none: bool = False) -> None:
         """Clear the gradients of the model's parameters, to zeros or to None, and those of the masters to None."""
         self.lazy_init()
         clear_gradients((*self.all_fp16_params, *self.all_fp32_from_fp32_params), set_to_none)
-        self.clear_master_gradients()
+        clear_gradients(self.all_fp32_from_fp16_params, True)
         self.versions.record(self.all_fp16_params)
 
     def add_param_group(self, inner: Any, param_group: dict[str, Any]) -> None:
@@ -261,16 +271,17 @@ class AmpOptimizerState(Masters):
 
     def attach(self) -> None:
         """Put methods on the optimizer, bound ones, so that learning-rate schedulers may wrap them or be wrapped."""
-        for name, method in _PLANTED.items():
+        ATTACHED.add(self)
+        for name, method in _APEX_METHODS.items():
             setattr(self._optimizer, name, getattr(self, method))
         self._replace("step")
-        for name in ("zero_grad", "add_param_group", "state_dict", "load_state_dict") if self.master_weights else ():
+        with_masters = ("add_param_group", "state_dict", "load_state_dict") if self.master_weights else ()
+        for name in ("zero_grad", *with_masters):
             if hasattr(self._optimizer, name):  # a wrapper that is no torch.optim.Optimizer may lack it
                 self._replace(name)
 
     def _replace(self, name: str) -> None:
-        optimizer, own = self._optimizer, name in vars(self._optimizer)
-        before, method = getattr(optimizer, name), getattr(self, name)
+        optimizer, before, method = self._optimizer, getattr(self._optimizer, name), getattr(self, name)
 
         @wraps(method)
         def function(_: Any, *args: Any, **kwargs: Any) -> Any:
@@ -279,16 +290,13 @@ class AmpOptimizerState(Masters):
         # torch's schedulers ask this of a step that they have wrapped; ours calls theirs, so the answer stays true
         if hasattr(before, "_wrapped_by_lr_sched"):
             function._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
-        bound = types.MethodType(function, optimizer)
-        setattr(optimizer, name, bound)
-        self._replaced.append((name, bound, before if own else None))
+        self._undo.enter_context(replaced(optimizer, name, types.MethodType(function, optimizer)))
 
     def detach(self) -> None:
         """Take away from the optimizer what was put on it. Masters that were made stay in its groups."""
-        for name, bound, before in reversed(self._replaced):
-            if vars(self._optimizer).get(name) is bound:  # or somebody wrapped it since, whose wrapper goes on working
-                delattr(self._optimizer, name) if before is None else setattr(self._optimizer, name, before)
-        for name in (*_PLANTED, "_amp_stash"):
+        ATTACHED.discard(self)
+        self._undo.close()
+        for name in (*_APEX_METHODS, "_amp_stash"):
             self._optimizer.__dict__.pop(name, None)
 
 
@@ -299,7 +307,7 @@ def _process_optimizer(optimizer: Any, properties: Any) -> Any:
             "A given optimizer should only be passed through amp.initialize once. Keep the one it returned; "
             "amp.close() lets go of it."
         )
-    for name in _PLANTED:
+    for name in _APEX_METHODS:
         if hasattr(optimizer, name):
             raise RuntimeError(
                 f"Incoming optimizer already has {name} defined, a name that amp needs for a method of its own."
@@ -307,9 +315,3 @@ def _process_optimizer(optimizer: Any, properties: Any) -> Any:
     optimizer._amp_stash = AmpOptimizerState(optimizer, bool(properties.master_weights))
     optimizer._amp_stash.attach()
     return optimizer
-
-
-def adopt(optimizer: Any) -> None:
-    """The same for an optimizer that came to a handle's `scale_loss` without `initialize`; once."""
-    if not hasattr(optimizer, "_amp_stash"):
-        _process_optimizer(optimizer, types.SimpleNamespace(master_weights=False))

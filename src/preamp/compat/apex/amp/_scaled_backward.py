@@ -15,6 +15,7 @@ from torch.nn import Parameter
 
 from ....errors import kind_of
 from ....formats import LOW_DTYPES
+from ....ledger import parameters_of
 from .._scaler import LossScaler
 
 Stash = list[tuple[Parameter, Tensor]]
@@ -22,18 +23,18 @@ Stash = list[tuple[Parameter, Tensor]]
 
 
 def as_list(optimizers: Any) -> list[Any]:
-    """One optimizer, or several in a list or tuple, as a list."""
-    return list(optimizers) if isinstance(optimizers, (list, tuple)) else [optimizers]
+    """One optimizer, or several in a list or tuple, as a list that has each of them once."""
+    return list(dict.fromkeys(optimizers)) if isinstance(optimizers, (list, tuple)) else [optimizers]
 
 
 @contextmanager
 def scaled_backward(
-    scaler: LossScaler, optimizers: Sequence[Any], loss_id: int, delay_unscale: bool = False,
-    delay_overflow_check: bool = False,
-) -> Iterator[None]:  # fmt: skip
+    scaler: LossScaler, optimizers: Sequence[Any], loss_id: int, delay_unscale: bool = False, delay_check: bool = False
+) -> Iterator[None]:
     """Around the backward pass of a scaled loss, for optimizers that `initialize` has seen.
 
-    When the body raises, gradients that were put aside are put back and the scale stays.
+    A step inside of the block ends it. When the body raises before, gradients that were put aside are put back, and the
+    scale stays.
     """
     for optimizer in optimizers:
         if not hasattr(optimizer, "_amp_stash"):
@@ -42,32 +43,52 @@ def scaled_backward(
                 "neither its masters nor how to skip its step. Pass the optimizer that amp.initialize returned; one "
                 "made anew (after a checkpoint, say) has to go through amp.initialize as well."
             )
+    stashes = [optimizer._amp_stash for optimizer in optimizers]
     scale = scaler.loss_scale()
-    for optimizer in optimizers:  # all of them before any is changed
-        optimizer._amp_stash.check_gradients()
-    for optimizer in optimizers:
-        if optimizer._amp_stash.params_have_scaled_gradients:
-            optimizer._amp_stash.rescale(scale)
+    for stash in stashes:  # all of them before any is changed
+        if stash.finish is not None:
+            raise RuntimeError(
+                "amp.scale_loss inside a block of amp.scale_loss for the same optimizer: gradients would be divided by "
+                "both scales. For two losses write two blocks, one after the other"
+            )
+        stash.check_gradients()
+    seen = set[int]()
+    for optimizer, stash in zip(optimizers, stashes, strict=True):
+        own = set(map(id, parameters_of(optimizer))) if len(optimizers) > 1 else set[int]()
+        stash.shared, seen = own & seen, own | seen
+        if stash.params_have_scaled_gradients:
+            stash.rescale(scale)
         elif delay_unscale:
-            optimizer._amp_stash.keep_scaled(scale)
+            stash.keep_scaled(scale)
         else:
             optimizer._prepare_amp_backward()
+    is_open = True
+
+    def finish(failed: bool = False) -> None:
+        nonlocal is_open
+        was_open, is_open = is_open, False
+        for stash in stashes if was_open else ():
+            stash.finish = None
+            if failed and not delay_unscale:
+                stash.abandon_backward()
+        if failed or delay_unscale or not was_open:
+            return
+        scaler.clear_overflow_state()
+        for optimizer, stash in zip(optimizers, stashes, strict=True):
+            optimizer._post_amp_backward(scaler)
+            stash.params_have_scaled_gradients = False
+        if not delay_check and scaler.update_scale():
+            for stash in stashes:
+                stash.skip_next(loss_id, scaler.loss_scale())
+
+    for stash in stashes:
+        stash.finish = finish
     try:
         yield
     except BaseException:
-        if not delay_unscale:
-            for optimizer in optimizers:
-                optimizer._amp_stash.abandon_backward()
+        finish(failed=True)
         raise
-    if delay_unscale:
-        return
-    scaler.clear_overflow_state()
-    for optimizer in optimizers:
-        optimizer._post_amp_backward(scaler)
-        optimizer._amp_stash.params_have_scaled_gradients = False
-    if not delay_overflow_check and scaler.update_scale():
-        for optimizer in optimizers:
-            optimizer._amp_stash.skip_next(loss_id, scaler.loss_scale())
+    finish()
 
 
 def put_aside(parameters: Sequence[Parameter]) -> Stash:

@@ -14,15 +14,25 @@ from ._amp_state import _amp_state
 from .handle import AmpHandle, NoOpHandle
 from .lists import functional_overrides, tensor_overrides, torch_overrides
 
+_WRITES = ["index_add", "index_copy", "index_put", "index_reduce", "scatter", "scatter_add", "scatter_reduce"]
+_OF_TENSORS = [*_WRITES, "masked_scatter", "lerp", "inner", "vdot", "smm", "allclose", "isclose"]
 _UNMIXED: list[tuple[Any, list[str]]] = [
-    (torch, ["einsum", "tensordot", "inner", "vdot", "lerp", "chain_matmul", "index_add", "scatter", "scatter_add"]),
+    (torch, [*_OF_TENSORS, "einsum", "tensordot", "chain_matmul", "spmm"]),
     (torch.linalg, ["matmul", "multi_dot", "vecdot"]),
-    (torch.nn.functional, ["scaled_dot_product_attention"]),
-    (torch.Tensor, ["inner", "vdot", "lerp", "index_add", "scatter", "scatter_add"]),
+    (torch.sparse, ["mm", "addmm"]),
+    (torch.nn.functional, ["scaled_dot_product_attention", "embedding_bag"]),
+    (torch.Tensor, _OF_TENSORS),
 ]
 """Functions in none of Apex's lists that fail where some arguments are 16-bit: they compute at the widest type."""
-_FLOAT32_ONLY: list[tuple[Any, list[str]]] = [(torch, ["cdist", "pdist"]), (torch.nn.functional, ["pdist"])]
-"""Functions in none of Apex's lists that torch does not have in 16 bits."""
+_DECOMPOSED = ["cholesky", "det", "inverse", "logdet", "slogdet", "pinverse", "qr", "svd", "quantile"]
+_FLOAT32_ONLY: list[tuple[Any, list[str]]] = [
+    (torch, [*_DECOMPOSED, "cdist", "pdist"]),
+    (torch.Tensor, _DECOMPOSED),
+    (torch.linalg, ["cholesky", "det", "eigh", "inv", "lstsq", "pinv", "qr", "slogdet", "solve", "svd", "svdvals"]),
+    (torch.fft, [f"{kind}fft{size}" for kind in ("", "i", "r", "ir", "h", "ih") for size in ("", "2", "n")]),
+    (torch.nn.functional, ["pdist"]),
+]
+"""Functions in none of Apex's lists that torch does not have in 16 bits, not on every device at least."""
 _DECORATOR_HANDLE: AmpHandle | None = None
 _USER_CAST_REGISTRY: set[tuple[Any, str, str]] = set()
 """(module, name, "half" or "float") to patch at the next `init` or `initialize`."""
@@ -62,27 +72,25 @@ def promote_function(fn: Any) -> Any:
     return _decorated(fn, wrap.widening)
 
 
-def _check_registered(module: Any, name: str) -> None:
+def _register(registry: set[Any], module: Any, name: str, *kind: str) -> None:
     if not hasattr(module, name):
         raise ValueError(f"No function named {name} in module {module}.")
+    registry.add((module, name, *kind))
 
 
 def register_half_function(module: Any, name: str) -> None:
     """Have `module.name` get float16 arguments (bfloat16 at O4), from the next `initialize` on."""
-    _check_registered(module, name)
-    _USER_CAST_REGISTRY.add((module, name, "half"))
+    _register(_USER_CAST_REGISTRY, module, name, "half")
 
 
 def register_float_function(module: Any, name: str) -> None:
     """Have `module.name` get float32 arguments, from the next `initialize` on. ValueError if there is no such name."""
-    _check_registered(module, name)
-    _USER_CAST_REGISTRY.add((module, name, "float"))
+    _register(_USER_CAST_REGISTRY, module, name, "float")
 
 
 def register_promote_function(module: Any, name: str) -> None:
     """Have `module.name` get arguments of one dtype, their widest, from the next `initialize` on."""
-    _check_registered(module, name)
-    _USER_PROMOTE_REGISTRY.add((module, name))
+    _register(_USER_PROMOTE_REGISTRY, module, name)
 
 
 def init(

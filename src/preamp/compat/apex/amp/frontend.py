@@ -147,9 +147,9 @@ def initialize(
         "`preamp migrate` shows the lines of preamp's own API that take its place."
     )
     properties: Any = Properties()
-    _amp_state.opt_properties = properties
     _amp_state.verbosity = verbosity
     if not enabled:
+        _amp_state.opt_properties = properties
         return models if optimizers is None else (models, optimizers)
     if not torch.backends.cudnn.enabled:
         raise RuntimeError("Amp requires torch.backends.cudnn.enabled = True; set it back before amp.initialize.")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -11,7 +12,7 @@ from torch import Tensor
 
 from .._scaler import LossScaler
 from ._amp_state import _amp_state
-from ._process_optimizer import adopt
+from ._process_optimizer import _process_optimizer
 from ._scaled_backward import as_list, scaled_backward
 from .wrap import Casts
 
@@ -85,7 +86,8 @@ class AmpHandle(Casts):
             yield loss
             return
         for optimizer in optimizers:
-            adopt(optimizer)
+            if not hasattr(optimizer, "_amp_stash"):
+                _process_optimizer(optimizer, SimpleNamespace(master_weights=False))
         with scaled_backward(scaler, optimizers, loss_id):
             yield loss.float() * scaler.loss_scale()
 

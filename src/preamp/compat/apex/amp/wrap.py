@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.jit._builtins import _get_builtin_table
 from torch.nn import Parameter
 from torch.utils.data._utils import worker
 
@@ -42,9 +43,8 @@ class Casts:
     ) -> None:  # fmt: skip
         self.has_cache = enable_caching
         self.verbose = verbose
-        self.cache: dict[Tensor, Tensor] = {}
-        """Parameters and their casts."""
-        self._stamps: dict[Tensor, tuple[int, int]] = {}
+        self.cache: dict[Tensor, tuple[tuple[int, int], Tensor]] = {}
+        """By parameter, its version and address, and the cast that was made of it then."""
         self._is_active = True
         self._saved: list[tuple[Any, str, bool, Any]] = []
         self.half_type = half_type
@@ -69,11 +69,11 @@ class Casts:
         return x.device.type != "cpu" or (self.takes_cpu and worker._worker_info is None)
 
     def caster(self, dtype: torch.dtype, name: str = "") -> Caster:
-        """A cast of a floating tensor to `dtype`, if casts are for it. `name`: the function that they are told of with.
+        """A function that casts floating tensors to `dtype`. `name`: the function they go to, for verbose output.
 
-        That of a float32 parameter to 16 bits is made once until it is written, or stepped, or a backward pass ends,
-        after which loops write to `.data`, without a trace. Not kept where no gradient is recorded: such a copy would
-        be found by the next training pass, without its gradient; and weights are swapped for evaluation by `.data`.
+        The 16-bit copy of a float32 parameter is kept until the parameter is written or stepped, or a backward pass
+        ends, after which loops write to `.data` without changing its version. Without gradients none is kept: the next
+        training pass would find it, and get no gradient; and weights are swapped for evaluation by `.data`.
         """
         keeps = self.has_cache and dtype is self.half_type
 
@@ -82,30 +82,39 @@ class Casts:
                 return x
             kept = keeps and isinstance(x, Parameter) and x.dtype is torch.float32 and x.requires_grad
             kept = kept and torch.is_grad_enabled() and not (torch.compiler.is_compiling() or torch._C._is_tracing())
-            stamp = (x._version, x.data_ptr()) if kept else None
-            if kept and self._stamps.get(x) == stamp:
-                return self.cache[x]
+            if kept:
+                stamp = x._version, x.data_ptr()
+                before, result = self.cache.get(x, (None, x))  # one look, as other threads may clear it meanwhile
+                if before == stamp:
+                    return result
             result = x.to(dtype)
             if self.verbose and name:
                 print(f"{_NAMES.get(x.dtype, x.dtype)}->{_NAMES.get(dtype, dtype)} ({name})")
-            if stamp is not None:
-                self.cache[x], self._stamps[x] = result, stamp
+            if kept:
+                self.cache[x] = stamp, result
             return result
 
         return cast
 
     def _clear_cache(self) -> None:
         self.cache.clear()
-        self._stamps.clear()
 
-    def _save_func(self, module: Any, name: str) -> None:
-        """Remember what is under a name; a name that `module` only inherits is taken away again."""
-        own = name in vars(module)
+    def _replace(self, module: Any, name: str, wrapper: Callable[..., Any]) -> None:
+        """Put a wrapper in the place of a function until `_deactivate`; it gets the function's name and documentation.
+
+        A name that `module` only inherits is taken away again.
+        """
+        own, function, builtins = name in vars(module), getattr(module, name), _get_builtin_table()
         self._saved.append((module, name, own, vars(module)[name] if own else None))
+        put = functools.wraps(function)(wrapper)  # torch.jit.script looks for operators of this table
+        if id(function) in builtins:
+            builtins[id(put)] = builtins[id(function)]
+        setattr(module, name, put)
 
     def _deactivate(self) -> None:
         """Put everything back under the names in torch where it was found. A second call does nothing."""
         for module, name, own, function in reversed(self._saved):
+            _get_builtin_table().pop(id(getattr(module, name)), None)
             setattr(module, name, function) if own else delattr(module, name)
         self._saved.clear()
         if self._products is not None:
@@ -158,7 +167,6 @@ def patch(module: Any, name: str, prepare: Prepare, handle: Casts) -> None:
     if function is None:
         return
 
-    @functools.wraps(function)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
         if not handle._is_active:
             return function(*args, **kwargs)
@@ -168,8 +176,7 @@ def patch(module: Any, name: str, prepare: Prepare, handle: Casts) -> None:
             return out.resize_(result.shape).copy_(result)
         return result
 
-    handle._save_func(module, name)
-    setattr(module, name, wrapper)
+    handle._replace(module, name, wrapper)
 
 
 def clear_after_backward(handle: Casts) -> None:
@@ -177,15 +184,13 @@ def clear_after_backward(handle: Casts) -> None:
     name = "_engine_run_backward"
     function = getattr(torch.autograd, name)
 
-    @functools.wraps(function)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
         try:
             return function(*args, **kwargs)
         finally:
             handle._clear_cache()
 
-    handle._save_func(torch.autograd, name)
-    setattr(torch.autograd, name, wrapper)
+    handle._replace(torch.autograd, name, wrapper)
 
 
 # -- ways to prepare the arguments of the function of a name
@@ -267,22 +272,21 @@ CELL_NAMES = [name + "_cell" for name in RNN_NAMES]
 def whitelist_rnn_cells(handle: Casts) -> None:
     """Have all recurrent layers and cells compute in 16 bits, until `handle._deactivate()`."""
     for name in (*RNN_NAMES, *CELL_NAMES):
-        handle._save_func(torch._VF, name)
-        setattr(torch._VF, name, _in_low(getattr(torch._VF, name), handle))
-    handle._save_func(nn.RNNBase, "check_input")
-    nn.RNNBase.check_input = _without_dtype(nn.RNNBase.check_input, handle)  # type: ignore[method-assign]
+        handle._replace(torch._VF, name, _in_low(name, handle))
+    handle._replace(nn.RNNBase, "check_input", _without_dtype(nn.RNNBase.check_input, handle))
 
 
-def _in_low(function: Any, handle: Casts) -> Any:
-    @functools.wraps(function)
+def _in_low(name: str, handle: Casts) -> Any:
+    function, cast = getattr(torch._VF, name), handle.caster(handle.half_type, name)
+
     def wrapper(*args: Any, **kwargs: Any) -> Any:
         if not handle._is_active or not handle.takes(args[0]):
             return function(*args, **kwargs)
-        cast = handle.caster(handle.half_type, function.__name__)
-        if args[0].is_cuda and function.__name__ in RNN_NAMES:
+        if args[0].is_cuda and name in RNN_NAMES:
             # cuDNN wants the weights of a layer in one piece of memory. torch's own autocast lays out such a piece in
             # 16 bits, differentiably; the rest is cast here so that the result is in 16 bits for sure.
-            inputs = [mapped(cast, x) if not _is_weights(x) else x for x in args]
+            weights = [isinstance(x, (list, tuple)) and bool(x) and isinstance(x[0], Parameter) for x in args]
+            inputs = [x if own else mapped(cast, x) for x, own in zip(args, weights, strict=True)]
             with torch.autocast("cuda", dtype=handle.half_type):
                 return function(*inputs, **kwargs)
         return function(*[mapped(cast, x) for x in args], **kwargs)
@@ -290,14 +294,9 @@ def _in_low(function: Any, handle: Casts) -> Any:
     return wrapper
 
 
-def _is_weights(x: Any) -> bool:
-    return isinstance(x, (list, tuple)) and len(x) > 0 and isinstance(x[0], nn.Parameter)
-
-
 def _without_dtype(check: Any, handle: Casts) -> Any:
     """Torch refuses inputs of another dtype than the weights', which the functions above bring together."""
 
-    @functools.wraps(check)
     def wrapper(self: Any, input: Tensor, batch_sizes: Tensor | None) -> None:
         if handle._is_active and input.is_floating_point():
             input = torch.empty(input.shape, dtype=self._flat_weights[0].dtype, device="meta")

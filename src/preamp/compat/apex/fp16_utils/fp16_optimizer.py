@@ -94,20 +94,19 @@ class FP16_Optimizer(Masters):
         """
         self.take_unfrozen(self.optimizer)
         scale = self.loss_scaler.loss_scale()
-        self._put_under(scale)
+        self._rescale_gradients(scale)
         (loss.float() * scale).backward(retain_graph=retain_graph)
-        self._scale_on_fp16 = scale
         if update_master_grads:
             self.update_master_grads()
 
-    def _put_under(self, scale: float) -> None:
+    def _rescale_gradients(self, scale: float) -> None:
         """Bring gradients that are there already under the scale of those to come, so that they can be added."""
-        if self._scale_on_fp16 not in (None, scale) and not self.overflow:
-            assert self._scale_on_fp16 is not None
-            multiply_gradients(self.all_fp16_params, scale / self._scale_on_fp16)
+        before = scale if self._scale_on_fp16 is None else self._scale_on_fp16
+        if before != scale and not self.overflow:
+            multiply_gradients(self.all_fp16_params, scale / before)
         if self._fp32_are_true:
             multiply_gradients(self.all_fp32_from_fp32_params, scale)
-        self._fp32_are_true = False
+        self._scale_on_fp16, self._fp32_are_true = scale, False
 
     def update_master_grads(self) -> None:
         """Copy the model's gradients to the masters in float32, divided by the scale; note overflow, move the scale."""

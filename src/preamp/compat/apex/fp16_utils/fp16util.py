@@ -25,7 +25,19 @@ class tofp16(nn.Module):
         return input.half()
 
 
-class FP16Model(nn.Module):
+class _Half(nn.Module):
+    """A network in float16: for it and for its copies products of the CPU go through float32."""
+
+    def __init__(self, *layers: nn.Module) -> None:
+        super().__init__(*layers)
+        PRODUCTS.hold_while(self)
+
+    def __setstate__(self, state: Any) -> None:
+        super().__setstate__(state)
+        PRODUCTS.hold_while(self)
+
+
+class FP16Model(_Half):
     """A network in float16, all but its affine batch norms, that casts what it is given.
 
     `network`: converted in place, and kept under that name. Tensors among the positional arguments become float16,
@@ -35,7 +47,6 @@ class FP16Model(nn.Module):
     def __init__(self, network: nn.Module) -> None:
         super().__init__()
         self.network = convert_network(network, dtype=torch.half)
-        PRODUCTS.hold_while(self)
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """The network on float16 inputs."""
@@ -55,12 +66,8 @@ def BN_convert_float(module: nn.Module) -> nn.Module:
     return module
 
 
-class _HalfNetwork(nn.Sequential):
+class _HalfNetwork(_Half, nn.Sequential):
     """What `network_to_half` returns."""
-
-    def __init__(self, *layers: nn.Module) -> None:
-        super().__init__(*layers)
-        PRODUCTS.hold_while(self)
 
     def forward(self, input: Any) -> Any:
         """The layers in turn."""

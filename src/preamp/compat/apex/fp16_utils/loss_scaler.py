@@ -67,8 +67,7 @@ class DynamicLossScaler(_Scaler):
 
     def has_overflow(self, params: Iterable[Tensor]) -> bool:
         """Whether some parameter's gradient has an entry that is inf or nan. Waits for the device."""
-        grads = [param.grad.detach() for param in params if param.grad is not None]
-        return _any_bad(grads)
+        return _any_bad([param.grad.detach() for param in params if param.grad is not None])
 
     @staticmethod
     def _has_inf_or_nan(x: Tensor) -> bool:

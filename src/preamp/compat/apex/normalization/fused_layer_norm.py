@@ -1,8 +1,9 @@
 """Apex's norm layers and their functions, with Apex's rules of which dtype comes out.
 
-Under autocast everything is cast to autocast's dtype and so is the result, as Apex does and torch does not (whose
-layer_norm runs in float32 there). Without autocast the result has the dtype of the input, or in the `mixed_dtype`
-functions that of the parameters. Statistics are computed in float32 for 16-bit inputs (float64 for float64).
+Under autocast everything but float64 inputs is cast to autocast's dtype and so is the result, as Apex does and torch
+does not (whose layer_norm runs in float32 there). Without autocast the result has the dtype of the input, or in the
+`mixed_dtype` functions that of the parameters. Statistics are computed in float32 for 16-bit inputs (float64 for
+float64).
 
 torch's operators are called below `torch.nn.functional`, so that Apex's O1, which casts by patching names there, lets
 these alone.
@@ -129,7 +130,7 @@ def _normed(
 ) -> Tensor:  # fmt: skip
     """`torch.layer_norm` or `torch.rms_norm`; `params`: the weight, and the bias if the operator takes one."""
     kind, shape = input.device.type, (shape,) if isinstance(shape, int) else tuple(shape)
-    if _has_autocast(kind) and torch.is_autocast_enabled(kind):
+    if input.dtype is not torch.float64 and _has_autocast(kind) and torch.is_autocast_enabled(kind):
         low = torch.get_autocast_dtype(kind)
         with torch.autocast(kind, enabled=False):  # which would have its own rule for this
             return operator(input.to(low), shape, *_all_to(params, low), eps)

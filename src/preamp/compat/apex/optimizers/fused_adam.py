@@ -186,7 +186,7 @@ def step_lists(
         lr=lr * rate, betas=betas, eps=eps, weight_decay=weight_decay, decoupled_weight_decay=True, factor=factor
     )
     copies = [g.to(p.dtype, copy=True) for g, p in zip(grads, params, strict=True)]
-    _amp_c.take(kernels.adam, options, params, copies, states, _amp_c.LATE)
+    _amp_c.step_with(kernels.adam, options, params, copies, states, _amp_c.LATE)
 
 
 def maybe_cast_mt(chunk_size: int, noop_flag: Tensor, tensor_lists: _amp_c.Lists) -> None:

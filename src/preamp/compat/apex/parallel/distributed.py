@@ -35,8 +35,7 @@ class Reducer:
         self.grads: list[Tensor] = []
         if isinstance(module_or_grads_list, nn.Module):
             self.module = module_or_grads_list
-            check_same_model(list(self.module.named_parameters()))
-            broadcast_parameters(list(self.module.parameters()))
+            broadcast_parameters(self.module)
         else:
             given = module_or_grads_list
             self.grads = list(tensors(given if isinstance(given, (Tensor, dict)) else list(given)))
@@ -102,13 +101,12 @@ class DistributedDataParallel(nn.Module):
         self.gradient_average, self.gradient_predivide_factor = gradient_average, gradient_predivide_factor
         self.world_size = float(dist.get_world_size())
         self._enabled = True
-        self._begin_anew()
-        check_same_model(list(module.named_parameters()))
-        broadcast_parameters(list(module.parameters()))
+        self._reset_process_state()
+        broadcast_parameters(module)
         self._hook_parameters()
 
-    def _begin_anew(self) -> None:
-        """What is of this process alone, and in no copy."""
+    def _reset_process_state(self) -> None:
+        """Set what belongs to this process alone, and is in no copy."""
         self.allreduce_buffers: list[Tensor] = []
         """The reduced flat buffers of the last backward, one for each dtype; empty unless they are retained."""
         self._hooked: Any = WeakTensorKeyDictionary()
@@ -195,7 +193,7 @@ class DistributedDataParallel(nn.Module):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        self._begin_anew()
+        self._reset_process_state()
 
 
 def _refuse_sparse(name: str, parameter: Tensor) -> None:
@@ -221,14 +219,16 @@ def require_group(what: str) -> None:
         )
 
 
-def check_same_model(parameters: Sequence[tuple[str, Tensor]]) -> None:
-    """ValueError, on every rank alike, unless the ranks' parameters agree in name, shape, dtype and requires_grad.
+def broadcast_parameters(module: nn.Module) -> None:
+    """Overwrite the parameters of all ranks by those of rank 0, in place; one message per dtype.
 
-    Without this a broadcast of buffers of different sizes hangs, or fills one rank's weights with another's bytes.
+    ValueError, on every rank alike, unless the ranks' parameters agree in name, shape, dtype and requires_grad: a
+    broadcast of buffers of different sizes would hang, or fill one rank's weights with another's bytes.
     """
-    own = [(name, tuple(p.shape), str(p.dtype), p.requires_grad) for name, p in parameters]
+    own = [(name, tuple(p.shape), str(p.dtype), p.requires_grad) for name, p in module.named_parameters()]
     rows: list[Any] = [None] * dist.get_world_size()
-    with torch.cuda.device_of(parameters[0][1]) if parameters else nullcontext():  # where nccl puts what it sends
+    parameters = [p.detach() for p in module.parameters()]
+    with torch.cuda.device_of(parameters[0]) if parameters else nullcontext():  # where nccl puts what it sends
         dist.all_gather_object(rows, own)
     for rank, row in enumerate(rows):
         if row != rows[0]:
@@ -238,11 +238,7 @@ def check_same_model(parameters: Sequence[tuple[str, Tensor]]) -> None:
                 f"The first to differ are {first} and {other} (name, shape, dtype, requires_grad). Their gradients "
                 "cannot be added. Build the same model, and freeze the same layers, on every rank before wrapping it."
             )
-
-
-def broadcast_parameters(parameters: Sequence[Tensor]) -> None:
-    """Overwrite the parameters of all ranks by those of rank 0, in place; one message per dtype."""
-    flat_dist_call([p.detach() for p in parameters], lambda flat: dist.broadcast(flat, 0))
+    flat_dist_call(parameters, dist.broadcast, (0,))
 
 
 @torch.no_grad()
@@ -313,9 +309,8 @@ def apply_flat_dist_call(bucket: Sequence[Tensor], call: Collective, extra_args:
 
 def flat_dist_call(tensors: Sequence[Tensor], call: Collective, extra_args: Iterable[Any] | None = None) -> None:
     """`apply_flat_dist_call` once for every dtype and kind of device found in `tensors`, in order of appearance."""
-    extra = None if extra_args is None else tuple(extra_args)
     for bucket in split_by_type(tensors).values():
-        apply_flat_dist_call(bucket, call, extra)
+        apply_flat_dist_call(bucket, call, extra_args)
 
 
 def split_by_type(tensors: Iterable[Tensor]) -> dict[str, list[Tensor]]:

@@ -41,7 +41,7 @@ def joined_moments(x: Tensor, group: Group) -> tuple[Tensor, Tensor, Tensor]:
     own_count = x.numel() // max(channels, 1)
     mean = m2 = torch.zeros(channels, dtype=statistics, device=x.device)
     if own_count:
-        var, mean = torch.var_mean(x.to(statistics), dim=_others(x), correction=0)
+        var, mean = torch.var_mean(x.to(statistics), dim=[0, *range(2, x.dim())], correction=0)
         m2 = var * own_count
     mine = torch.cat([mean, m2, mean.new_full((1,), float(own_count))])
     gathered = mine.new_empty(dist.get_world_size(group), mine.numel())
@@ -52,10 +52,6 @@ def joined_moments(x: Tensor, group: Group) -> tuple[Tensor, Tensor, Tensor]:
     mean = (counts * means).sum(0) / divisor
     m2 = (m2s + counts * (means - mean).square()).sum(0)
     return mean, m2 / divisor, count
-
-
-def _others(x: Tensor) -> list[int]:
-    return [0, *range(2, x.dim())]
 
 
 class SyncBatchnormFunction(torch.autograd.Function):
@@ -89,7 +85,7 @@ class SyncBatchnormFunction(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
         """One all-reduce of 2C numbers, left out where the input needs no gradient."""
         x, weight, mean, inverse, count = ctx.saved_tensors
-        statistics, shape, others = mean.dtype, [1, -1, *[1] * (x.dim() - 2)], _others(x)
+        statistics, shape, others = mean.dtype, [1, -1, *[1] * (x.dim() - 2)], [0, *range(2, x.dim())]
         dy = dy.to(statistics)
         xhat = (x.to(statistics) - mean.view(shape)) * inverse.view(shape)
         sum_dy, sum_dy_xhat = dy.sum(others), (dy * xhat).sum(others)
@@ -141,7 +137,7 @@ class SyncBatchNorm(_BatchNorm):
         """
         axis = self._axis_of_channels(input)
         x = input.movedim(axis, 1)
-        if not self.training or self._alone():
+        if not self.training or not has_group() or dist.get_world_size(self.process_group) <= 1:
             output = super().forward(x)
         else:
             output, mean, var, count = SyncBatchnormFunction.apply(
@@ -154,9 +150,6 @@ class SyncBatchNorm(_BatchNorm):
 
     def _check_input_dim(self, input: Tensor) -> None:
         """Torch's own check, of which `_axis_of_channels` takes the place."""
-
-    def _alone(self) -> bool:
-        return not has_group() or dist.get_world_size(self.process_group) <= 1
 
     def _axis_of_channels(self, input: Tensor) -> int:
         """The axis of the channels; ValueError unless the shape fits."""
