@@ -120,7 +120,7 @@ def test_a_resumed_run_goes_on_bit_for_bit(level: str, kind: str, closed: bool, 
 def test_autocast_and_outputs_are_the_sessions() -> None:
     accelerator = accelerate.Accelerator(cpu=True)
     attached = attach(accelerator, "O4")
-    with pytest.raises(SessionError, match=r"call accelerator\.prepare"):
+    with pytest.raises(SessionError, match=r"accelerator\.prepare.* makes it"):
         attached.session
     given = network()
     model, _ = accelerator.prepare(given, torch.optim.SGD(given.parameters(), 0.1))
@@ -252,7 +252,7 @@ def test_what_it_refuses() -> None:
         attach(model, "O5")
     once = accelerate.Accelerator(cpu=True)
     attach(once, "O5")
-    with pytest.raises(SessionError, match="attach once"):
+    with pytest.raises(SessionError, match="a second time"):
         attach(once, "O2")
     forget_accelerate()
     low = accelerate.Accelerator(cpu=True, mixed_precision="bf16")
@@ -265,7 +265,7 @@ def test_what_it_refuses() -> None:
         with pytest.raises(SessionError, match="options for a new one: scale"):
             attach(accelerator, session, scale=128.0)
         attach(accelerator, session)
-        with pytest.raises(SessionError, match="has a session already"):
+        with pytest.raises(SessionError, match="attach\\(\\) a second time"):
             attach(accelerator, session)
         later = accelerate.Accelerator(cpu=True)
         later.prepare(network())

@@ -144,7 +144,11 @@ def test_what_it_refuses(tmp_path: Path) -> None:
     trainer = trainer_of(Network(), "preamp", tmp_path, Stream())
     with pytest.raises(PolicyError, match="there is no level 'bf16'"):
         attach(trainer, "bf16")
+    with pytest.raises(SessionError, match="release_gradients=True does not go with a Trainer"):
+        attach(trainer, "O5", release_gradients=True)
     attach(trainer, "Auto")
+    with pytest.raises(SessionError, match=r"a second time.*trainer\.train\(\)"):
+        attach(trainer, "Auto")
     with pytest.raises(SessionError, match="takes a Trainer; this is"):
         attach(nn.Linear(2, 2), "O5")
     low = trainer_of(Network(), "preamp", tmp_path, Stream(), bf16=True)

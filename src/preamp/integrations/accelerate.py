@@ -26,7 +26,7 @@ _REFUSED = (DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM, DistributedT
 class Attachment(Host):
     """What `attach` returns; `session` is there once the accelerator has prepared a model and an optimizer."""
 
-    _not_yet = "call accelerator.prepare(model, optimizer, ...) first"
+    _not_yet = "accelerator.prepare(model, optimizer, ...) makes it, or trainer.train(), and closes it when it ends"
 
     def __init__(self, accelerator: Accelerator, session: Session | None, options: dict[str, Any]) -> None:
         super().__init__(options)
@@ -140,12 +140,17 @@ class Attachment(Host):
 def attach(accelerator: Accelerator, session: Session | str = "auto", **options: Any) -> Attachment:
     """Have an accelerator's loop train under a session. Call it before `accelerator.prepare`.
 
-    `session`: a level ("O0" to "O5", "auto"), for a session that `accelerator.prepare` makes of its models and
-    optimizers, with `options` for `preamp.prepare`; or a session of yours, made of the same model and optimizer.
+    The loop stays as it is; `save_state` and `load_state` carry the session, and schedulers stand still by
+    `step_was_skipped`.
 
-    The loop stays as it is: `accelerator.accumulate`, `backward`, `clip_grad_norm_`, the optimizer's `step` and
-    `step_was_skipped`, by which schedulers stand still, `save_state` and `load_state`, which carry the session. The
-    accelerator itself must not cast: `SessionError` if it has a `mixed_precision`, and for DeepSpeed, Megatron and XLA.
+    Args:
+        accelerator: One that has prepared nothing yet.
+        session: A level ("O0" to "O5", "auto"), for a session that `accelerator.prepare` makes of its models and
+            optimizers; or a session of yours, made of the same model and optimizer.
+        **options: For `preamp.prepare`, with a level.
+
+    Raises:
+        SessionError: For an accelerator with a `mixed_precision`, and for DeepSpeed, Megatron and XLA.
 
     >>> accelerator = Accelerator()
     >>> attach(accelerator, "O4")
@@ -165,7 +170,7 @@ def attach(accelerator: Accelerator, session: Session | str = "auto", **options:
         )
     # which is a method of the attachment from the first call on
     if isinstance(getattr(accelerator.prepare, "__self__", None), Attachment):
-        raise SessionError("this accelerator has a session already: attach once, before accelerator.prepare")
+        raise SessionError("attach() a second time: once will do, before accelerator.prepare() or trainer.train()")
     if accelerator._models or accelerator._optimizers:
         raise SessionError("attach() came after accelerator.prepare(), which has wrapped the model: call it before")
     if isinstance(session, Session):

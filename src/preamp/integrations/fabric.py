@@ -36,10 +36,13 @@ else:
 class PreampPrecision(Host, Precision):
     """Trains what a `Fabric` sets up under a session: `Fabric(plugins=[PreampPrecision("O4")])`.
 
-    `level`: "O0" to "O5" or "auto". `options` go to `preamp.prepare`. The loop stays as it is: `fabric.backward`,
-    `clip_gradients`, `no_backward_sync`, `autocast`, the optimizer's `step`. The session begins with the first forward
-    pass, or when `session` is read; set up all models and optimizers before. Models return float32. Weights in
-    `fabric.save` are float32; add the plugin to the state that is saved, and a run resumes bit for bit.
+    The loop stays as it is. The session begins with the first forward pass, or when `session` is read: set up all
+    models and optimizers before. Models return float32. Weights in `fabric.save` are float32; add the plugin to the
+    state that is saved, and a run resumes bit for bit.
+
+    Args:
+        level: "O0" to "O5" or "auto".
+        **options: For `preamp.prepare`.
     """
 
     _not_yet = "Trainer.fit makes it, or fabric.setup(model, optimizer)"
@@ -64,10 +67,7 @@ class PreampPrecision(Host, Precision):
         return super().session
 
     def close(self) -> None:
-        """Close the session: models and optimizers go on in float32, until others are set up.
-
-        Checkpoints that are saved later still have its state.
-        """
+        """Close the session: models and optimizers go on in float32, until others are set up."""
         self._waits = False
         self._set_up.clear()
         self._undo.close()
@@ -191,10 +191,7 @@ class PreampPrecision(Host, Precision):
     # -- checkpoints
 
     def state_dict(self) -> dict[str, Any]:
-        """The session's state without masters, which are the model's weights in a checkpoint.
-
-        After `close`, the state of the closed session.
-        """
+        """The session's state, or the closed one's, without masters, which are the weights in a checkpoint."""
         self._begun()
         return super().state_dict()
 

@@ -24,7 +24,11 @@ _METHODS = ("fit", "save", "load", "export", "to_fp32")
 def to_preamp(learn: Learner, level: str = "auto", *, log: bool = True, **options: Any) -> Learner:
     """Have a learner train under a session, and return it: `learn.to_preamp("O4")`. `learn.to_fp32()` undoes it.
 
-    `level`: "O0" to "O5" or "auto"; `log` and `options`: see `PreampCallback`.
+    Args:
+        learn: The learner.
+        level: "O0" to "O5" or "auto".
+        log: Whether the progress table has the columns `loss_scale` and `skipped_steps`.
+        **options: For `preamp.prepare`.
     """
     return learn.add_cb(PreampCallback(level, log=log, **options))
 
@@ -35,13 +39,9 @@ Learner.to_preamp = to_preamp
 class PreampCallback(Host, Callback):
     """Trains a learner under a session: `Learner(dls, model, cbs=PreampCallback("O4"))`, or `learn.to_preamp("O4")`.
 
-    `level`: "O0" to "O5" or "auto". `options` go to `preamp.prepare`. `log=False`: the progress table has no columns
-    `loss_scale` and `skipped_steps`.
-
-    There is a session while `fit` runs, or what calls it: `fit_one_cycle`, `fine_tune`, `lr_find`. The loss scale and
-    the counts of steps go on from fit to fit. Between fits the model is float32, and so `validate`, `get_preds`,
-    `predict` and `export` are as without preamp. Files of `learn.save` have float32 weights, and the session's state
-    beside the optimizer's, with which a run resumes bit for bit. `SessionError` for a learner that casts by itself.
+    There is a session while `fit` runs; its scale and its counts go on in the next one. Between fits the model is
+    float32. Files of `learn.save` have float32 weights, and the session's state beside the optimizer's.
+    Arguments are those of `to_preamp`; `SessionError` for a learner that casts by itself.
     """
 
     order = MixedPrecision.order  # after GradientAccumulation, before GradientClip

@@ -30,12 +30,14 @@ else:
 class PreampPrecision(fabric.PreampPrecision, Precision):
     """Trains a `Trainer`'s model under a session: `Trainer(plugins=[PreampPrecision("O4")])`.
 
-    `level`: "O0" to "O5" or "auto". `options` go to `preamp.prepare`. `log=False`: `loss_scale` and `skipped_steps` are
-    not logged; else they are, at the Trainer's interval. Automatic and manual optimization, the Trainer's accumulation
-    and clipping, and its strategies for one device, DistributedDataParallel and FSDP2 work as they are. Schedules stand
-    still after a skipped step. Checkpoints have float32 weights, and the session's state, with which a run resumes bit
-    for bit. Validation, test and prediction run in the level's precision during `fit`, and in float32 outside it. In a
-    `Fabric` it is `preamp.integrations.fabric.PreampPrecision`.
+    Automatic and manual optimization, accumulation, clipping, and strategies for one device, DistributedDataParallel
+    and FSDP2 work as they are. Checkpoints have float32 weights and the session's state: runs resume bit for bit.
+    Validation, test and prediction run in the level's precision during `fit`, and in float32 outside it.
+
+    Args:
+        level: "O0" to "O5" or "auto".
+        log: Whether `loss_scale` and `skipped_steps` are logged, at the Trainer's interval.
+        **options: For `preamp.prepare`.
     """
 
     def __init__(self, level: str = "auto", *, log: bool = True, **options: Any) -> None:

@@ -16,17 +16,26 @@ _CASTS = ("fp16", "bf16", "fp16_full_eval", "bf16_full_eval")
 def attach(trainer: Trainer, level: str = "auto", **options: Any) -> accelerate.Attachment:
     """Have a Trainer train under a session. Call it once, before `trainer.train()`.
 
-    `level`: "O0" to "O5" or "auto"; `options` go to `preamp.prepare`. Accumulation, clipping, fused optimizers and
-    resuming work as they are. Schedules stand still after a skipped step. Logs have `loss_scale` and `skipped_steps`.
-    Checkpoints have float32 weights, and the session's state, with which a run resumes bit for bit. The session is
-    closed when training ends, by an exception too, and the model is float32 again. `SessionError` for a Trainer that
-    casts by itself, for DataParallel, and for optimizers that step during backward.
+    The session is closed when training ends, by an exception too, and the model is float32 again. Checkpoints have
+    float32 weights, and the session's state: a run resumes bit for bit. What is returned has it as `session`.
+
+    Args:
+        trainer: One that has not trained yet.
+        level: "O0" to "O5" or "auto".
+        **options: For `preamp.prepare`.
+
+    Raises:
+        SessionError: For a Trainer that casts by itself, for DataParallel, and for steps during backward.
 
     >>> trainer = Trainer(model, arguments, train_dataset=data)
     >>> attach(trainer, "O4")
     >>> trainer.train()
     """
     _check(trainer)
+    if options.get("release_gradients"):
+        raise SessionError(
+            "release_gradients=True does not go with a Trainer, which reads the norm of all gradients before a step"
+        )
     trainer.accelerator._models.clear()  # of reference models, and evaluations; train() forgets them too
     attachment = accelerate.attach(trainer.accelerator, level, **options)
     log, save, run = trainer.log, trainer.save_model, trainer._inner_training_loop
