@@ -121,7 +121,8 @@ class Diagnosis:
                 f"line {self.origin.line} makes {self.origin.kind} of it"
             )
             if fact.constant is not None:
-                message = f"{fact.vanished}, and {spelled(self.origin.op)} makes {self.origin.kind} of it"
+                at = "" if self.origin.line == place.line else f" at line {self.origin.line}"
+                message = f"{fact.vanished}, and {spelled(self.origin.op)}{at} makes {self.origin.kind} of it"
             if fact.code in ("PA114", "PA115"):
                 found = replace(found, code=fact.code, op=fact.name)
             found = replace(found, message=message, file=place.file, line=place.line, module=place.module)

@@ -18,7 +18,6 @@ from ..findings.events import Deviated, Observed, Prepared, RanInThread
 from ..findings.pa202 import row_of
 from ..handled import Handled
 from ..measure import key_of
-from ..names import unwrapped
 from ..operators import Stream, found_by
 from ..places import Places
 from ..shadow.absorbed import Changes
@@ -268,7 +267,7 @@ class Inspection:
     def _tell_before(self, before: Shadowed) -> None:
         """Report on what ran outside of models and of steps that are looked at."""
         self.decided |= any(one.kind == "decided" for one in before.facts)
-        self._run.tell(before.facts, None, in_session=False)
+        self._run.tell(before.facts, None)
 
     def give_up(self) -> None:
         """End the inspection and judge nothing."""
@@ -297,11 +296,12 @@ class Inspection:
         for finding in findings:
             run.report(finding)
         facts = [one for one in seen.shadowed.facts if one.place.direction == "forward" or one.kind == "made"]
-        facts = facts[:FACTS]
+        reached = run.bad == "loss"  # what is not finite was not hidden
+        facts = [one for one in facts if not (reached and one.kind == "not finite")][:FACTS]
         run.recorder.write("shadow", step=run.step, **seen.shadowed.told())
         adds_up = not facts and seen.shadowed.gradients_off >= OFF and not run.bad
-        trials = run.trials(run.losses, scales.seed) if (facts or adds_up) and self._replay else None
-        run.tell(facts, trials, bool(scales.sessions))
+        trials = scales.trials(run.losses) if (facts or adds_up) and self._replay else None
+        run.tell(facts, trials)
         if adds_up and trials is not None and (found := trials.adds_up()) is not None:
             run.emit(Deviated(*found))
         self.ran_low |= bool(seen.products.low)
@@ -311,7 +311,6 @@ class Inspection:
         run.recorder.write("audit", step=run.step, **audit(seen.products, parameters))
 
     def _prepared(self) -> Iterator[Prepared]:
-        for session in self._scales.sessions:
-            own = {part for model in session.models.values() for part in unwrapped(model).modules()}
+        for session, own in self._scales.prepared():
             paths = frozenset(path for path, part in self._run.names.items() if part in own)
             yield Prepared(paths, session.policy.compute, session.policy.masters)

@@ -7,22 +7,25 @@ gradients onto whatever the last step left.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from itertools import islice
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from ...autocast import nodes_behind
+from ...policy import policy
 from ...session import Session
 from ..findings.events import LossNotScaled, StepBegins
 from ..findings.pa107 import like_a_scale
+from ..names import unwrapped
 from ..places import called_by_preamp, users_line
 from ..records import NOWHERE, Line
+from ..replay.trials import Scaling, Trials
 from .run import Run
 
 _BY_HAND = 8
@@ -45,6 +48,8 @@ class Scales:
         self.of_backward = self.seed = 1.0
         """What was on the last backward pass, whatever happened to the gradients since; and how much of that was the
         gradient it began with, and not on the loss."""
+        self._highest: float | None = None
+        """The largest so far, of those that adapt."""
         self.begins_at: Tensor | None = None
         """The loss that a session goes back from, in its `backward`."""
         self.is_library = False
@@ -65,9 +70,34 @@ class Scales:
         self.in_half = False
         """Whether the last loss of which that was asked went back through float16."""
 
-    def note(self, scaled: Tensor | None, scale: float) -> None:
-        """A loss with a scale on it."""
+    def trials(self, losses: list[Tensor], scale: float | None = None) -> Trials:
+        """What does the step again that has gone back from these, with this scale on them or what is known of one."""
+        if scale is None:
+            scale = self.noted(losses[0]) if losses else None
+        scale = self.of_backward if scale is None else scale
+        return self._run.trials(None, losses, Scaling(scale, self.seed != 1, self._highest), self.policy_with)
+
+    def prepared(self) -> Iterator[tuple[Session, set[nn.Module]]]:
+        """Each session, and the parts of its models."""
+        for session in self.sessions:
+            yield session, {part for model in session.models.values() for part in unwrapped(model).modules()}
+
+    def policy_with(self, module: str | None) -> str | None:
+        """The policy of the session that has prepared the module of this path, with the module in float32; None where
+        no session has.
+        """
+        part = dict(self._run.names.items()).get(module or "") if module else None
+        for session, own in self.prepared():
+            if part in own:
+                fields, *rules = str(session.policy).split("; ")
+                path = str(module).rpartition(":")[2]
+                return "; ".join((policy(fields).level or fields, *rules, f"{path} -> full"))
+        return None
+
+    def note(self, scaled: Tensor | None, scale: float, *, adapts: bool = True) -> None:
+        """A loss with a scale on it; `adapts`: it comes down where gradients overflow."""
         self.are_used, self.scale, self._loss_at = True, scale, users_line()
+        self._highest = max(scale, self._highest or 0.0) if adapts else None
         if scaled is not None:
             self._scaled = [(ref, s) for ref, s in self._scaled if ref() is not None][-8:]
             self._scaled.append((weakref.ref(scaled), scale))
