@@ -9,6 +9,9 @@ import torch
 from torch import nn
 
 import preamp
+from preamp.doctor.findings.pa202 import PA202
+from preamp.doctor.measure import spread_of
+from preamp.doctor.shadow.facts import GradientSpread, GradientsRead
 
 
 class Kept:
@@ -100,6 +103,19 @@ def test_a_scale_from_the_cure_cures() -> None:
     assert not [f for f in findings if f.code == "PA202"]
     assert max(row["lost"] for row in rows) < 0.02
     assert max(row["relative"] for row in rows) < 0.02
+
+
+def test_a_scale_that_the_run_has_had_is_no_cure() -> None:
+    tiny = spread_of(torch.full((32,), 1e-9))
+    rows = [GradientSpread("m", "m.weight", tiny, False, 1.0, 1.0)]
+
+    def fix(*scales: float) -> str:
+        (finding,) = PA202().read(GradientsRead(rows, *scales))
+        return str(finding.fix)
+
+    assert fix(8.0, 1024.0).startswith("scaler = torch.amp.GradScaler(init_scale=2.0**")
+    for scale, highest, words in ((8.0, 2.0**50, "has come down from"), (2.0**50, 2.0**50, "no loss scale holds")):
+        assert "init_scale" not in fix(scale, highest) and words in fix(scale, highest)
 
 
 def test_a_step_that_draws_is_done_again_with_the_same_draws() -> None:

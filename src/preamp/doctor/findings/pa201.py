@@ -115,7 +115,7 @@ class Diagnosis:
         if self.tried is not None:
             found = replace(found, fix=self.fix or found.fix, evidence={**_evidence(found), "tried": self.tried})
         if fact is not None and fact.kind != "not finite":
-            place, lost = fact.place, "zero" if fact.kind == "lost" else f"off by {fact.error:.0%}"
+            place, lost = fact.place, "zero" if fact.kind == "lost" else fact.off
             message = (
                 f"{fact.name} ({fact.place.direction}) is {lost} in {fact.dtype}, and {spelled(self.origin.op)} at "
                 f"line {self.origin.line} makes {self.origin.kind} of it"

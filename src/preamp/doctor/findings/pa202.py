@@ -55,7 +55,7 @@ class PA202(Check):
                 "warning",
                 f"{row.lost:.0%} of the gradients of {row.name} that are not zero in float32 were flushed to zero by "
                 f"float16 at a scale of {event.scale:g}; as a whole they are {min(row.relative, 1):.0%} off",
-                f"scaler = torch.amp.GradScaler(init_scale=2.0**{min(max(_USUAL, low), top)})",
+                self._larger(2.0 ** min(max(_USUAL, low), top), event),
                 module=row.module,
                 direction="backward",
                 evidence={
@@ -66,6 +66,16 @@ class PA202(Check):
                     "scales that cure it": f"2**{low} to 2**{top}",
                 },
             )
+
+    def _larger(self, scale: float, event: GradientsRead) -> str:
+        if scale > event.highest:
+            return f"scaler = torch.amp.GradScaler(init_scale=2.0**{math.log2(scale):.0f})"
+        if event.highest > event.scale:
+            was = (
+                f"# the loss scale has come down from {event.highest:g}: find what made gradients overflow (PA201), or "
+            )
+            return f"{was}train in bfloat16"
+        return "# no loss scale holds the smallest of them and the largest: train in bfloat16"
 
 
 def row_of(one: GradientSpread) -> dict[str, Any]:

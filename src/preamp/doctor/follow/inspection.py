@@ -229,7 +229,7 @@ class Inspection:
         self._judge()
         if look is not None and look.exact and not run.bad:
             rows, scale = sorted(look.exact.values(), key=lambda one: (-one.lost, -one.relative)), scales.of_backward
-            run.emit(GradientsRead(rows, scale))
+            run.emit(GradientsRead(rows, scale, scales.highest))
             run.recorder.write("underflow", step=run.step, scale=scale, rows=list(map(row_of, rows)))
         telemetry = self._telemetry
         if telemetry is not None and not telemetry.has_weights:

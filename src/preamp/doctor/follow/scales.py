@@ -48,8 +48,10 @@ class Scales:
         self.of_backward = self.seed = 1.0
         """What was on the last backward pass, whatever happened to the gradients since; and how much of that was the
         gradient it began with, and not on the loss."""
-        self._highest: float | None = None
-        """The largest so far, of those that adapt."""
+        self.highest = 1.0
+        """The largest so far."""
+        self._adapts = False
+        """Whether the last one comes down where gradients overflow."""
         self.begins_at: Tensor | None = None
         """The loss that a session goes back from, in its `backward`."""
         self.is_library = False
@@ -75,7 +77,9 @@ class Scales:
         if scale is None:
             scale = self.noted(losses[0]) if losses else None
         scale = self.of_backward if scale is None else scale
-        return self._run.trials(None, losses, Scaling(scale, self.seed != 1, self._highest), self.policy_with)
+        return self._run.trials(
+            None, losses, Scaling(scale, self.seed != 1, self.highest if self._adapts else None), self.policy_with
+        )
 
     def prepared(self) -> Iterator[tuple[Session, set[nn.Module]]]:
         """Each session, and the parts of its models."""
@@ -97,7 +101,7 @@ class Scales:
     def note(self, scaled: Tensor | None, scale: float, *, adapts: bool = True) -> None:
         """A loss with a scale on it; `adapts`: it comes down where gradients overflow."""
         self.are_used, self.scale, self._loss_at = True, scale, users_line()
-        self._highest = max(scale, self._highest or 0.0) if adapts else None
+        self.highest, self._adapts = max(scale, self.highest), adapts
         if scaled is not None:
             self._scaled = [(ref, s) for ref, s in self._scaled if ref() is not None][-8:]
             self._scaled.append((weakref.ref(scaled), scale))

@@ -212,7 +212,7 @@ class Trials:
             if tried >= TRIALS or (best is not None and best[0] < OFF / 2):
                 break
         if best is None and not tried:
-            return None, "none: the line calls modules, all of which would run in float32, or is not to be read"
+            return None, "nothing: the line calls other modules, or is not one that can be rewritten by itself"
         if best is None:
             return None, f"{tried} change{'s' * (tried > 1)} of this line and of those before it: none helps"
         return f"{best[1]}\n# tried: {best[2]}", best[2]
@@ -237,7 +237,9 @@ class Trials:
         """
         if self.plain is None or self.plain.error < OFF:
             return None
-        off = sorted(self.plain.shadowed.errors.items(), key=lambda one: one[1])
+        off = sorted(
+            (one for one in self.plain.shadowed.errors.items() if one[1][0] < math.inf), key=lambda one: one[1]
+        )
         worst = {place.at: (place, *seen) for place, seen in off if place.direction == "forward"}  # the largest stays
         for line in sorted(worst, key=lambda line: -worst[line][1])[:LINES]:
             place, error, op, dtype = worst[line]
@@ -261,14 +263,12 @@ class Trials:
         return much if outcome.is_wrong(fact) else left <= BETTER * before and (left < OFF or much)
 
     def _told(self, outcome: Outcome, fact: Fact) -> str:
-        before = math.inf if self.plain is None else self.plain.at(fact)
-        what = "gradients" if fact.kind == "added up" else "line"
+        plain, what = self.plain, "all gradients" if fact.kind == "added up" else "the line"
+        before = math.inf if plain is None else plain.at(fact)
+        scaled = "" if plain is None or outcome.scale == plain.scale else f" at a loss scale of {outcome.scale:g}"
         size = f", gradient norm {outcome.gradient:.3g}" if outcome.gradient else ""
-        scaled = (
-            "" if self.plain is None or outcome.scale == self.plain.scale else f" at a loss scale of {outcome.scale:g}"
-        )
-        was = "not finite" if before == math.inf else f"{before:.2g}"
-        return f"finite{scaled}{size}; relative error of the {what} {was} -> {outcome.at(fact):.2g}"
+        was = "not finite" if before == math.inf else f"off by {100 * before:.2g}%"
+        return f"finite{scaled}{size}; {what} against float32: {was} -> off by {100 * outcome.at(fact):.2g}%"
 
 
 def untried(fact: Fact, tape: Tape, why: str) -> tuple[str | None, str]:
