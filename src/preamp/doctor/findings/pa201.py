@@ -13,6 +13,9 @@ from .check import Check, on
 from .events import Deviated
 from .pa207 import PA207
 
+_WHOLE = 256
+"""Whole numbers up to here are dimensions, sizes and exponents, and break nothing."""
+
 
 @dataclass(frozen=True, slots=True)
 class Operand:
@@ -70,8 +73,8 @@ class Origin:
         where = "outside the models" if self.module is None else f"in module {self.module or '(root)'!r}"
         evidence: dict[str, Any] = {f"input {i}": str(operand) for i, operand in enumerate(self.inputs)}
         evidence["output"] = str(self.output)
-        if self.constants:
-            evidence["constants"] = list(self.constants)
+        if told := [number for number in self.constants if not -_WHOLE <= number <= _WHOLE or number % 1]:
+            evidence["constants"] = told
         if self.own:
             evidence["backward written at"] = f"{self.own[0]}:{self.own[1]}"
         if self.carriers:

@@ -296,8 +296,7 @@ class Inspection:
         for finding in findings:
             run.report(finding)
         facts = [one for one in seen.shadowed.facts if one.place.direction == "forward" or one.kind == "made"]
-        reached = run.bad == "loss"  # what is not finite was not hidden
-        facts = [one for one in facts if not (reached and one.kind == "not finite")][:FACTS]
+        facts = [one for one in facts if one.kind != "not finite" or one.place.at not in run.origins][:FACTS]
         run.recorder.write("shadow", step=run.step, **seen.shadowed.told())
         adds_up = not facts and seen.shadowed.gradients_off >= OFF and not run.bad
         trials = scales.trials(run.losses) if (facts or adds_up) and self._replay else None

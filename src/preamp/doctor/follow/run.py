@@ -57,6 +57,8 @@ class Run:
         self.in_model = self.in_backward = False
         self.bad: str | None = None
         """What was not finite in this step, "loss" or "gradients"."""
+        self.origins: set[Line] = set()
+        """Where the origins are of what was not finite, as far as they were told."""
         self.is_given_up = False
         """Whether an error of the doctor has ended the observation."""
         self.on_failure: list[Callable[[], None]] = []

@@ -10,6 +10,7 @@ from ..findings.events import BatchNotFinite
 from ..findings.pa201 import Diagnosis
 from ..measure import all_finite
 from ..shadow.remedies import Remedy
+from ..statements import statement_at
 from .run import Run
 from .scales import Scales
 
@@ -83,6 +84,7 @@ class Soundness:
             samples, cast = (run.tape.samples(), run.tape.readings.overflowed()) if origin.from_data else ((), None)
             return Diagnosis(origin, run.step, by_scale, samples, cast=cast)
         line_of_it = origin.file, origin.line
+        run.origins.add(line_of_it)
         known = [fact for place, fact in plain.shadowed.broke if place.at == line_of_it]
         known += [fact for fact in plain.shadowed.facts if fact.place.at == line_of_it]
         before = {line for fact in known for line in fact.lines}  # an epsilon that vanished there is the cause
@@ -94,6 +96,9 @@ class Soundness:
             not_there = "float32 is not finite there either, so precision is not the cause"
             return Diagnosis(origin, run.step, tried="no line was found that leads there" if plain.meant else not_there)
         fix, tried = trials.cure(known[0])
+        lines = map(statement_at, known[0].lines[:2])
+        if fix and origin.op.startswith("aten.log") and any(one and "softmax(" in "".join(one.lines) for one in lines):
+            fix += "\n# or F.log_softmax(logits, -1) in place of the logarithm of a softmax; for a loss F.cross_entropy"
         return Diagnosis(origin, run.step, fact=known[0], fix=fix, tried=tried)
 
     def _overflowed(self, found: Diagnosis, scale: float) -> None:
