@@ -51,11 +51,16 @@ class PA202(Check):
         for row in worst.values():
             low, top = scale_window(row.spread)
             low = min(low, top)
+            best = min(max(_USUAL, low), top)
+            fix = f"scaler = torch.amp.GradScaler(init_scale=2.0**{best})"
+            if event.highest >= 2.0**best:
+                been = f"# the loss scale has been {event.highest:g}: find what makes gradients overflow there"
+                fix = f"{been} (PA201), or train in bfloat16"
             yield self.finding(
                 "warning",
                 f"{row.lost:.0%} of the gradients of {row.name} that are not zero in float32 were flushed to zero by "
                 f"float16 at a scale of {event.scale:g}; as a whole they are {min(row.relative, 1):.0%} off",
-                self._larger(2.0 ** min(max(_USUAL, low), top), event),
+                fix,
                 module=row.module,
                 direction="backward",
                 evidence={
@@ -66,16 +71,6 @@ class PA202(Check):
                     "scales that cure it": f"2**{low} to 2**{top}",
                 },
             )
-
-    def _larger(self, scale: float, event: GradientsRead) -> str:
-        if scale > event.highest:
-            return f"scaler = torch.amp.GradScaler(init_scale=2.0**{math.log2(scale):.0f})"
-        if event.highest > event.scale:
-            was = (
-                f"# the loss scale has come down from {event.highest:g}: find what made gradients overflow (PA201), or "
-            )
-            return f"{was}train in bfloat16"
-        return "# no loss scale holds the smallest of them and the largest: train in bfloat16"
 
 
 def row_of(one: GradientSpread) -> dict[str, Any]:

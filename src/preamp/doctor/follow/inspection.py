@@ -191,7 +191,7 @@ class Inspection:
         """Gradients have arrived; code that reads them may read scaled ones."""
         if self._look is not None:
             self._look.parameters = dtypes_of(self._run.names)  # before an unscaling lets them hold masters
-            self._compare_gradients(self._look, self._scales.of_backward)
+            self._compare_gradients(self._look, self._scales.of_backward.scale or 1.0)
         if self._telemetry is not None:
             self._telemetry.close()
             for path in self._telemetry.outside[:1]:
@@ -228,7 +228,10 @@ class Inspection:
         run, scales, look = self._run, self._scales, self._look
         self._judge()
         if look is not None and look.exact and not run.bad:
-            rows, scale = sorted(look.exact.values(), key=lambda one: (-one.lost, -one.relative)), scales.of_backward
+            rows, scale = (
+                sorted(look.exact.values(), key=lambda one: (-one.lost, -one.relative)),
+                scales.of_backward.scale,
+            )
             run.emit(GradientsRead(rows, scale, scales.highest))
             run.recorder.write("underflow", step=run.step, scale=scale, rows=list(map(row_of, rows)))
         telemetry = self._telemetry
