@@ -83,7 +83,7 @@ class Outcome:
         add up that of the gradients.
         """
         line = fact.place.at
-        if not self.finite or (fact.kind == "not finite" and self.is_wrong(fact)):
+        if not self.finite or (fact.kind == "not finite" and line in self.wrong(fact.place.direction)):
             return math.inf
         return self.error if fact.kind == "added up" else self.off(line, fact.place.direction)
 
@@ -92,25 +92,18 @@ class Outcome:
         errors = ((place, error) for place, (error, *_) in self.shadowed.errors.items() if place.at == line)
         return max((error for place, error in errors if place.direction.startswith(direction)), default=0.0)
 
-    @property
-    def places(self) -> set[Line]:
-        """The lines of the facts, and of what is not finite though float32 is."""
-        return {one.place.at for one in self.shadowed.facts} | {place.at for place, _ in self.shadowed.broke}
-
-    def is_wrong(self, fact: Fact) -> bool:
-        """Whether the line of a fact still has one, or makes what is not finite, in its direction."""
+    def wrong(self, direction: str = "") -> set[Line]:
+        """The lines of the facts, and of what is not finite though float32 is, in one direction or any."""
         there = [one.place for one in self.shadowed.facts] + [place for place, _ in self.shadowed.broke]
-        return any(one.at == fact.place.at and one.direction == fact.place.direction for one in there)
+        return {one.at for one in there if one.direction.startswith(direction)}
 
     def others(self, plain: Outcome) -> set[Line]:
         """Lines at which something is wrong that was right without the remedy.
 
         An infinity that leaves no trace in the gradients is none, nor is a zero that another scale made.
         """
-        found = {one.place.at for one in self.shadowed.facts if one.place.direction == "forward"}
-        found |= {one.place.at for one in self.shadowed.facts if self.scale == plain.scale}
-        found |= {place.at for place, _ in self.shadowed.broke if place.direction == "forward"}
-        return found - plain.places
+        facts = {one.place.at for one in self.shadowed.facts if self.scale == plain.scale}
+        return (self.wrong("forward") | facts) - plain.wrong()
 
 
 class Trials:
@@ -187,7 +180,7 @@ class Trials:
         if self.plain is None:
             return untried(fact, self._tape, "the step cannot be done again")
         line = fact.place.at
-        if line not in self.plain.places and all(place.at != line for place in self.plain.shadowed.errors):
+        if line not in self.plain.wrong() and all(place.at != line for place in self.plain.shadowed.errors):
             return untried(fact, self._tape, "the line runs outside of what can be done again")
         constants = sorted(set(self.plain.shadowed.constants.get(line, ())))
         seen = self._tape.readings
@@ -195,7 +188,7 @@ class Trials:
         lines = [line, *sorted(others, key=lambda one: seen[one].calls_layer)][:LINES]
         best: tuple[float, str, str] | None = None
         tried = 0
-        broken = [line, *sorted(p for p in self.plain.places if p != line and p[0] == line[0])]
+        broken = [line, *sorted(p for p in self.plain.wrong() if p != line and p[0] == line[0])]
         reading = self._tape.readings.get(line)
         function = None if reading is None else reading.function
         policy = self._policy_with(fact.place.module)
@@ -256,11 +249,11 @@ class Trials:
         others = outcome.others(plain)  # errors that it brings to light were there before
         if others and not (plain.finite and all(plain.off(other) >= OFF for other in others)):
             return False
-        before, left = plain.at(fact), outcome.at(fact)
+        before, left, still = plain.at(fact), outcome.at(fact), fact.place.at in outcome.wrong(fact.place.direction)
         if before == math.inf:
-            return left <= BETTER and not (fact.kind == "not finite" and outcome.is_wrong(fact))
+            return left <= BETTER and not (fact.kind == "not finite" and still)
         much = left <= MUCH_BETTER * before
-        return much if outcome.is_wrong(fact) else left <= BETTER * before and (left < OFF or much)
+        return much if still else left <= BETTER * before and (left < OFF or much)
 
     def _told(self, outcome: Outcome, fact: Fact) -> str:
         plain, what = self.plain, "all gradients" if fact.kind == "added up" else "the line"
