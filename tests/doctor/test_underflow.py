@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,6 +13,8 @@ import preamp
 from preamp.doctor.findings.pa202 import PA202
 from preamp.doctor.measure import spread_of
 from preamp.doctor.shadow.facts import GradientSpread, GradientsRead
+
+from ..sick.expect import HERE, doctor
 
 
 class Kept:
@@ -170,3 +173,9 @@ def test_a_step_past_the_scaler_is_recorded_with_the_scale_on_its_gradients() ->
         optimizer.step()
     assert kept.scales == (256.0,)
     assert [f.code for f in w.findings if f.severity == "error"] == ["PA107"]
+
+
+def test_the_scale_of_apex_is_followed_down_where_the_loss_is_nan(tmp_path: Path) -> None:
+    report, _ = doctor(HERE / "scripts" / "apex_scale_collapse.py", tmp_path / "out")
+    (found,) = [one for one in report["findings"] if one["code"] == "PA203"]
+    assert found["severity"] == "error" and found["evidence"]["last scale"] < 1

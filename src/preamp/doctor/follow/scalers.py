@@ -226,6 +226,6 @@ class Scalers:
 
     def _note_apex(self, scaled: Any, loss: Any) -> None:
         if isinstance(scaled, Tensor) and isinstance(loss, Tensor) and loss.numel() == 1:
-            scale = float(scaled.detach().double() / loss.detach().double())
+            scale = self._run.tape.factor_on(scaled) or float(scaled.detach().double() / loss.detach().double())
             if scale == scale and scale not in (0.0, 1.0, float("inf")):
                 self._scales.note(scaled, scale)
