@@ -179,3 +179,8 @@ def test_the_scale_of_apex_is_followed_down_where_the_loss_is_nan(tmp_path: Path
     report, _ = doctor(HERE / "scripts" / "apex_scale_collapse.py", tmp_path / "out")
     (found,) = [one for one in report["findings"] if one["code"] == "PA203"]
     assert found["severity"] == "error" and found["evidence"]["last scale"] < 1
+
+
+def test_what_a_hidden_infinity_has_made_zero_is_no_underflow(tmp_path: Path) -> None:
+    report, _ = doctor(HERE / "scripts" / "rms_norm_beside_an_empty_row.py", tmp_path / "out")
+    assert [one["code"] for one in report["findings"]] == ["PA201"]

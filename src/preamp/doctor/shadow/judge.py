@@ -116,7 +116,8 @@ class Judge(Observer):
         hides = came and not all(bool(t.isfinite().all()) for t in read)
         if hides and cause is not None and cause.op not in _MEANT:
             hidden = replace(cause, hidden_by=call.base)
-        if hidden is not None and (hides or cause is None) and bool(out.isfinite().all()):
+        alone = hides or cause is None or cause.hidden_by is not None  # nothing else makes it wrong
+        if hidden is not None and alone and bool(out.isfinite().all()):
             each = not hides and torch.Tag.pointwise in call.func.tags
             seen = torch.where(self._right(out, read), exact, out.detach()) if each else out
             least = DECIDES if hidden.op in _CASTS else OFF  # what does not fit is meant by nobody
