@@ -155,7 +155,8 @@ def doctor_overhead(results: dict[str, Any]) -> tuple[Table, str]:
     machine = results["environment"]
     same = "the losses of all runs are the same bits" if results["losses alike"] else "THE LOSSES DIFFER"
     text = (
-        "Ratio: time alone over time watched, round by round; doctor's own: the time spent in its code, as it measures "
+        "Ratio: time alone over time watched, round by round, and the median of those; more time: what that ratio "
+        "means, so not the quotient of the two medians; doctor's own: the time spent in its code, as it measures "
         f"itself, over the time alone. {results['steps']} steps at {results['level']}, each "
         f"run a process of its own; {same}. {machine['cpu']}, {machine['threads']} threads, torch {machine['torch']}, "
         f"preamp at {machine['commit']}, {len(results['rows'][0]['ratios'])} rounds"

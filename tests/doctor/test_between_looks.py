@@ -131,7 +131,7 @@ def test_a_cast_back_that_comes_too_early_is_left_out() -> None:
     lines, start = inspect.getsourcelines(TooEarly.forward)
     assert found.line == start + next(i for i, line in enumerate(lines) if "# here" in line)
     assert str(found.fix).startswith("mean = x.float().square().mean(-1, keepdim=True).float()")
-    assert "error not finite -> " in str(found.fix)
+    assert "the line against float32: not finite -> off by 0" in str(found.fix)
 
 
 def test_an_evaluation_ends_before_the_step_that_follows_it() -> None:

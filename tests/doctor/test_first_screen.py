@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from rich.console import Console
 
+from preamp.cli._doctor import _show
 from preamp.doctor.names import Names
 from preamp.doctor.records import Rank
 from preamp.doctor.tell.charts import loss_chart, picture, scale_chart
 from preamp.doctor.tell.report import advice, all_findings, headline_of, verdict
-from preamp.report import BarChart, Finding, LineChart
+from preamp.report import BarChart, Finding, LineChart, Report, Section
 
 
 def rank_of(skipped: set[int], steps: int = 20, scale: float | None = 8.0) -> Rank:
@@ -112,11 +115,25 @@ def test_the_last_line_counts_the_skips() -> None:
     )
 
 
+def test_information_is_short_beside_what_is_wrong() -> None:
+    def shown(*findings: Finding) -> list[str]:
+        console = Console(file=StringIO(), width=80)
+        _show(console, "doctor", Report("t", "The verdict.", [Section("Findings", "", findings)]))
+        return str(console.file.getvalue()).splitlines()  # type: ignore[attr-defined]
+
+    tensor_cores = finding("PA105", severity="info", message="misses", file="t.py", line=7, fix="# pad 10 to 16")
+    both = shown(finding(), tensor_cores)
+    assert "    x = 1" in both and "info PA105: misses (t.py:7)" in both and "    # pad 10 to 16" not in both
+    assert "    # pad 10 to 16" in shown(tensor_cores), "in full where nothing is wrong"
+
+
 def test_the_advice_begins_with_the_worst() -> None:
     several = [finding(file="t.py", line=7), finding("PA203"), finding("PA104", severity="info")]
     words, paste = advice(several, ["t.py", "--lr", "1 e"], True)
     assert words == "Begin with `PA201` in `head` at `t.py:7`, then run `preamp doctor` again. 1 error more is below."
     assert paste == "x = 1"
     assert advice([finding(fix=None)], ["t.py"], True)[1] == "preamp explain PA201"
+    words, _ = advice([finding(fix=None, evidence={"tried": "9 changes: none helps"})], ["t.py"], True)
+    assert "No fix can be printed: tried 9 changes: none helps." in words
     assert advice([], ["t.py", "--name", "a b"], True)[1] == "preamp compare t.py --name 'a b'"
     assert advice([], ["t.py"], False)[1] == ""

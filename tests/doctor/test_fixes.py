@@ -24,16 +24,20 @@ from .. import forks
 from ..sick.expect import HERE, disease, doctor
 from .pasting import pasted
 
-EVERY_TIME = frozenset({"arc_margin", "bins_of_rounded_returns", "normalize_of_zeros"})
+EVERY_TIME = frozenset({"arc_margin", "bins_of_rounded_returns", "cosine_of_an_empty_row", "normalize_of_zeros"})
 """The others take minutes together and run with `./dev test --all`."""
 WITH_FIX = (
-    "arc_margin", "bins_of_rounded_returns", "checkpointed_gelu_by_hand", "degrees_counted_in_bf16", "entropy_of_half",
-    "gumbel_in_half", "hmm_forward", "isolated_nodes", "kl_of_half_logprobs", "linear_attention_overflow",
-    "linear_biases_in_bf16", "log1p_of_clamped", "minmax_of_equal_scores", "mish_by_hand", "mmd_of_expanded_distances",
-    "narrow_policy", "normalize_of_zeros", "quiet_channel_quantized", "rotary_in_bf16", "sampled_coordinates",
+    "arc_margin", "bins_of_rounded_returns", "checkpointed_gelu_by_hand", "cosine_of_an_empty_row",
+    "degrees_counted_in_bf16", "entropy_of_half", "epsilon_under_a_root", "gumbel_in_half", "hmm_forward",
+    "isolated_nodes", "kl_of_half_logprobs", "linear_attention_overflow", "linear_biases_in_bf16",
+    "log1p_of_clamped", "minmax_of_equal_scores", "mish_by_hand", "mmd_of_expanded_distances", "narrow_policy",
+    "normalize_of_zeros", "quiet_channel_quantized", "rotary_in_bf16", "sampled_coordinates",
     "sampler_of_bf16_alphas", "sinkhorn_by_hand", "squashed_action", "ssim_in_region", "static_scale_on_half_loss",
-    "variance_squared_to_zero",
+    "sum_of_squares_by_einsum", "variance_squared_to_zero",
 )  # fmt: skip
+
+KEPT = {"cosine_of_an_empty_row": "1e-8", "epsilon_under_a_root": "1e-8"}
+"""Epsilons that are right in float32, and that a fix leaves as they are."""
 
 
 def printed(out: str) -> list[float]:
@@ -53,6 +57,7 @@ def test_a_pasted_fix_cures(name: str, tmp_path: Path) -> None:
     report, _ = doctor(script, tmp_path / "sick")
     (finding, *_) = [one for one in report["findings"] if wanted.met_by(one) and "\n# tried: " in (one["fix"] or "")]
     assert finding["evidence"]["tried"] in finding["fix"] and "-> inf" not in finding["fix"]
+    assert name not in KEPT or KEPT[name] in finding["fix"]
 
     cured = tmp_path / "cured.py"
     cured.write_text(pasted(text, finding["line"], finding["fix"]), encoding="utf-8")
@@ -66,6 +71,21 @@ def test_a_pasted_fix_cures(name: str, tmp_path: Path) -> None:
     assert all(map(math.isfinite, ours)), (finding["fix"], ours, again["findings"])
     mean = sum(theirs) / len(theirs)
     assert sum(ours) / len(ours) == pytest.approx(mean, rel=0.2, abs=0.05), (finding["fix"], again["findings"])
+
+
+def test_the_fix_of_a_session_is_the_policy_that_it_has_and_the_module(tmp_path: Path) -> None:
+    text = (HERE / "scripts" / "preamp_scores_overflow.py").read_text(encoding="utf-8")
+    for level in ("O1", "O1,scale=256"):
+        script = tmp_path / "train.py"
+        script.write_text(text.replace('"O1"', repr(level)), encoding="utf-8")
+        report, _ = doctor(script, tmp_path / "sick")
+        (finding, *_) = report["findings"]
+        line, tried = finding["fix"].split("\n")
+        assert line.endswith('; attention -> full")') and tried.startswith("# tried: ")
+        assert ('policy="O1; ' in line) is (level == "O1")
+        script.write_text(re.sub(r"session = preamp\.prepare\(.*\)", line, script.read_text()), encoding="utf-8")
+        again, after = doctor(script, tmp_path / "again")
+        assert after.returncode == 0 and again["findings"] == [], (line, again["findings"], after.stderr)
 
 
 STILL = ("running_loss_in_bf16", "counter_in_bf16", "decay_that_rounds_to_one", "gradients_over_micro_batches",
@@ -350,7 +370,8 @@ def test_the_text_of_a_remedy(tmp_path: Path) -> None:
     assert Remedy(((file, 1),)).text("cpu", seen) is None
     assert Remedy(((file, 2),)).text("cpu", {}) is None, "a line that was not seen to run"
     assert Remedy(((file, 2),), ((1e-8, 1e-4),)).text("cpu", seen) is None
-    assert "net.norm -> full" in str(Remedy(module="net.norm").text("cpu", {}))
+    written = Remedy(module="net.norm", policy="O1; net.norm -> full").text("cpu", {})
+    assert written == 'session = preamp.prepare(model, optimizer, policy="O1; net.norm -> full")'
 
 
 def test_the_epsilon_that_a_function_of_torchs_has_by_default() -> None:
@@ -360,15 +381,15 @@ def test_the_epsilon_that_a_function_of_torchs_has_by_default() -> None:
 
 def test_the_order_in_which_remedies_are_tried() -> None:
     here, before, other = ("f.py", 3), ("f.py", 2), ("f.py", 9)
-    found = list(candidates([here, before], [here, other], [1e-8, 2.0, 1 - 1e-6], "m", True))
-    assert found[0] == Remedy(module="m")
+    found = list(candidates([here, before], [here, other], [1e-8, 2.0, 1 - 1e-6], "m", "O1; m -> full"))
+    assert found[0] == Remedy(module="m", policy="O1; m -> full")
     assert found[1] == Remedy((here,))
     assert found[2:4] == [Remedy((here,), casts="only"), Remedy((here,), casts="dropped")]
     changed = Remedy((here,), ((1e-8, 1e-4), (1 - 1e-6, 1 - 1e-4)))
     for as_it_is in (Remedy((here, other)), Remedy((before,)), Remedy((here, before))):
         assert found.index(as_it_is) < found.index(changed), "another epsilon computes another thing"
     assert len(set(found)) == len(found)
-    assert Remedy(module="m") not in list(candidates([here], [], [], "m", False))
+    assert all(one.module is None for one in candidates([here], [], [], "m", None))
 
 
 net = torch.nn.Sequential(torch.nn.Linear(2, 2))

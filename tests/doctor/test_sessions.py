@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import math
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -130,6 +131,42 @@ def test_a_region_that_is_not_the_sessions(level: str, wanted: str, foreign: tor
     (found,) = told(seen.findings, "PA109")
     assert found.evidence == {"prepared for": wanted, "observed": "bf16" if wanted == "fp16" else "fp16"}
     assert found.line == line_of(test_a_region_that_is_not_the_sessions, "# here" if inside else "# there")
+    assert str(found.fix).startswith("with session.autocast():  # in place of torch.autocast(...)")
+    assert found.severity == ("error" if foreign is torch.float16 else "warning")
+    for other in told(seen.findings, "PA107"):
+        assert str(other.fix).startswith("with session.autocast():") is (wanted == "bf16")
+
+
+def test_a_region_that_a_framework_has_made_is_switched_off_there() -> None:
+    _, _, session, loss_now = prepared("O4")
+    made = {"__file__": "framework.py"}
+    exec(
+        compile("import torch\ndef region(): return torch.autocast('cpu', torch.float16)", "framework.py", "exec"), made
+    )
+    with preamp.doctor.watch(session) as seen:
+        with made["region"]():  # type: ignore[operator]
+            loss = loss_now()
+        session.backward(loss)
+        session.step()
+    session.close()
+    (found,) = told(seen.findings, "PA109")
+    assert "switch the framework's own mixed precision off" in str(found.fix)
+
+
+def test_a_session_without_a_scale_has_none_that_could_grow() -> None:
+    """Behind a scaler, too: steps that it skips are no fall of a scale."""
+    torch.manual_seed(0)
+    model = nn.Linear(8, 8)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    with preamp.prepare(model, optimizer, level="O4") as session, preamp.doctor.watch(model) as watch:
+        scaler = preamp.SessionScaler(session)
+        for step in range(12):
+            optimizer.zero_grad()
+            with session.autocast():
+                loss = model(torch.randn(4, 8)).float().square().mean()
+            scaler.scale(loss * (math.inf if step > 5 else 1)).backward()
+            scaler.step(optimizer)
+    assert "PA203" not in {finding.code for finding in watch.report().findings}
 
 
 @pytest.mark.parametrize("level", ["O1", "O2", "O4", "O5"])

@@ -199,6 +199,8 @@ def test_the_measures() -> None:
     assert relative_error(torch.ones(4), torch.full((4,), math.inf, dtype=torch.float64)) == 0, "nor is the shadow"
     assert relative_error(torch.ones(4), torch.zeros(4, dtype=torch.float64)) == math.inf
     assert relative_error(torch.zeros(4), torch.zeros(4, dtype=torch.float64)) == 0
+    masked = torch.tensor([1.5, 1.5, -math.inf, math.nan])
+    assert relative_error(masked, torch.tensor([1.0, 1, -math.inf, math.nan])) == 0.5, "the others say nothing"
     assert relative_error(torch.ones(0), torch.ones(0, dtype=torch.float64)) == 0
     assert share_differing(torch.tensor([1, 2, 3, 4]), torch.tensor([1, 2, 3, 5])) == 0.25
     assert share_differing(torch.tensor([1]), torch.tensor([1, 2])) == 1
@@ -294,6 +296,32 @@ def test_hidden() -> None:
     assert (fact.op, fact.hidden_by) == ("pow", "div"), "one entry of many is all wrong"
     assert facts_of(lambda: 1 / (sigma**2 + 1)) == [], "nearly nothing, beside the others"
     assert facts_of(lambda: 1 / (1 + torch.full((8,), 12.0, dtype=HALF).exp())) == [], "a sigmoid written by hand"
+
+
+def test_hidden_beside_larger_numbers() -> None:
+    """A row whose result is large and right must not speak for those that are all wrong."""
+    x = torch.cat([torch.full((1, 8), 0.02), torch.full((7, 8), 1000.0)]).half()
+
+    def normed() -> Tensor:
+        return torch.rsqrt(x.square().mean(1, keepdim=True) + 1e-3)
+
+    (fact,) = facts_of(lambda: x * normed())
+    assert (fact.op, fact.hidden_by) == ("pow", "rsqrt")
+    (fact,) = facts_of(lambda: (x[1:] * normed().clone()[1:]).sum(0))
+    assert (fact.op, fact.hidden_by) == ("pow", "rsqrt")
+    for harmless in (normed, lambda: normed() * 3 + 1, lambda: normed() @ torch.ones(1, 4, dtype=HALF)):
+        assert facts_of(harmless) == []
+
+    def wrong_elsewhere() -> Tensor:
+        return (normed() + 1) * torch.full((8, 1), 1e-4, dtype=HALF).square()
+
+    assert [fact.hidden_by for fact in facts_of(wrong_elsewhere)] == [None], "that is another fault"
+
+
+def test_a_mask_does_not_hide_what_is_wrong_beside_it() -> None:
+    mask = torch.tensor([0.0, 0, 0, -math.inf], dtype=HALF)
+    (fact,) = facts_of(lambda: (torch.full((4,), 1e-4, dtype=HALF).square() + mask).exp() * 2)
+    assert (fact.kind, fact.op) == ("lost", "pow")
 
 
 def test_read_by_the_script() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,6 +10,11 @@ import torch
 from torch import nn
 
 import preamp
+from preamp.doctor.findings.pa202 import PA202
+from preamp.doctor.measure import spread_of
+from preamp.doctor.shadow.facts import GradientSpread, GradientsRead
+
+from ..sick.expect import HERE, doctor
 
 
 class Kept:
@@ -102,6 +108,37 @@ def test_a_scale_from_the_cure_cures() -> None:
     assert max(row["relative"] for row in rows) < 0.02
 
 
+@pytest.mark.parametrize("how", ["divided", "added"])
+def test_a_share_or_a_sum_of_scaled_losses_is_scaled(how: str) -> None:
+    """An overflow that the scale alone brings about is none of the script's, and the scale is not missing."""
+    torch.manual_seed(0)
+    model = nn.Linear(16, 16)
+    optimizer, scaler = torch.optim.SGD(model.parameters(), 0.1), torch.amp.GradScaler("cpu", init_scale=2.0**24)
+    with preamp.doctor.watch(model) as w:
+        for _ in range(3):
+            optimizer.zero_grad()
+            with torch.autocast("cpu", dtype=torch.float16):
+                out = model(torch.randn(32, 16))
+            a, b = (scaler.scale(each) for each in (out.float().square().mean(), out.float().abs().mean()))
+            (a / 4 if how == "divided" else a + 0.5 * b).backward()
+            scaler.step(optimizer)
+            scaler.update()
+    assert scaler.get_scale() < 2.0**24 and [one for one in w.findings if one.severity != "info"] == []
+
+
+def test_a_scale_that_the_run_has_had_is_no_cure() -> None:
+    tiny = spread_of(torch.full((32,), 1e-9))
+    rows = [GradientSpread("m", "m.weight", tiny, False, 1.0, 1.0)]
+
+    def fix(*scales: float) -> str:
+        (finding,) = PA202().read(GradientsRead(rows, *scales))
+        return str(finding.fix)
+
+    assert fix(8.0, 1024.0).startswith("scaler = torch.amp.GradScaler(init_scale=2.0**")
+    for scale, highest in ((8.0, 2.0**50), (2.0**50, 2.0**50)):
+        assert "init_scale" not in fix(scale, highest) and "train in bfloat16" in fix(scale, highest)
+
+
 def test_a_step_that_draws_is_done_again_with_the_same_draws() -> None:
     rows, findings, _ = step(2.0**16, dropout=0.5)
     assert not [f for f in findings if f.code == "PA202"]
@@ -136,3 +173,14 @@ def test_a_step_past_the_scaler_is_recorded_with_the_scale_on_its_gradients() ->
         optimizer.step()
     assert kept.scales == (256.0,)
     assert [f.code for f in w.findings if f.severity == "error"] == ["PA107"]
+
+
+def test_the_scale_of_apex_is_followed_down_where_the_loss_is_nan(tmp_path: Path) -> None:
+    report, _ = doctor(HERE / "scripts" / "apex_scale_collapse.py", tmp_path / "out")
+    (found,) = [one for one in report["findings"] if one["code"] == "PA203"]
+    assert found["severity"] == "error" and found["evidence"]["last scale"] < 1
+
+
+def test_what_a_hidden_infinity_has_made_zero_is_no_underflow(tmp_path: Path) -> None:
+    report, _ = doctor(HERE / "scripts" / "rms_norm_beside_an_empty_row.py", tmp_path / "out")
+    assert [one["code"] for one in report["findings"]] == ["PA201"]

@@ -20,7 +20,7 @@ from preamp.cli import main
 from preamp.cli._app import FIRST, app, show
 from preamp.cli._doctor import _show_finding
 from preamp.cli._tables import levels_table
-from preamp.doctor.findings import codes
+from preamp.doctor.findings import codes, page
 from preamp.machine import device_named
 from preamp.report import Column, Finding, Table
 from preamp.rules import TABLE
@@ -142,6 +142,17 @@ def test_explain_alone_lists_what_there_is() -> None:
     assert [line.partition(":")[0] for line in lines] == codes()
     assert "PA107: float16 gradients without a loss scale" in lines
     assert invoke("explain", "107") == invoke("explain", "pa107") == invoke("explain", "PA107")
+
+
+@pytest.mark.parametrize("code", codes())
+def test_a_page_reads_as_text(code: str) -> None:
+    """Without what only a site shows; the scripts stay as they are."""
+    text = invoke("explain", code)
+    for mark in ("<!--", ".md)", "**What it is.**"):
+        assert mark not in text
+    assert "What it is. " in text
+    blocks = re.findall(r"(?<=```python\n).*?(?=```)", page(code), re.DOTALL)
+    assert blocks and all(block in text for block in blocks)
 
 
 def test_env() -> None:

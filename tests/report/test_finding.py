@@ -61,6 +61,16 @@ def test_text_tells_place_evidence_and_fix():
     assert "source line 3" in Finding("PA109", "warning", "m", line=3).to_text()
 
 
+def test_what_was_tried_has_a_line_of_its_own_unless_the_fix_says_it():
+    seen = {"amax": 1.5, "carried by": ["a", "b"], "tried": "finite, off by 1%"}
+    assert full(evidence=seen, fix=None).to_text().splitlines()[2:] == [
+        "  seen:  amax 1.5",
+        "  carried by: a, b",
+        "  tried: finite, off by 1%",
+    ]
+    assert "  tried:" not in full(evidence=seen, fix="x = 1\n# tried: finite, off by 1%").to_text()
+
+
 def test_dict_is_strict_json_and_complete():
     found = json.loads(json.dumps(full().to_dict(), allow_nan=False))
     assert found == {**full().to_dict(), "evidence": {"amax": None, "carriers": ["a", "b"]}}

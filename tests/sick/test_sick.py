@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -37,6 +38,8 @@ def test_the_planted_disease_is_found_in_its_place(path: Path, tmp_path: Path) -
     wanted = disease(path)
     report, ran = doctor(path, tmp_path / "out", command(wanted))
     assert any(wanted.met_by(finding) for finding in report["findings"]), (wanted, report["findings"], ran.stderr)
+    for said in (finding[part] or "" for finding in report["findings"] for part in ("message", "fix")):
+        assert not re.search(r"\{\w*\}|\b(inf|nan)%", said), said
 
 
 @pytest.mark.slow

@@ -16,7 +16,9 @@ from ..doctor.command.run import RUN, Script, compare_script, examine_script
 from ..doctor.tell.report import write
 from ..errors import PreampError
 from ..report import Finding, Report, Table
+from ..report.finding import APART
 
+_APART = tuple(f"  {name}:" for name in APART)
 _COLOURS = {"error": "bold red", "warning": "yellow", "info": "cyan"}
 
 
@@ -88,8 +90,15 @@ def _say(console: Console, text: str, style: str | None = None, wrap: bool = Tru
 def _show(console: Console, title: str, report: Report) -> None:
     """The findings, the tables beside them, and the verdict."""
     console.rule(title, style="dim")
-    for finding in report.findings:
+    serious = [finding for finding in report.findings if finding.severity != "info"]
+    for finding in serious or report.findings:
         _show_finding(console, finding)
+    brief = [finding for finding in report.findings if serious and finding.severity == "info"]
+    for finding in brief:  # in full only where nothing is wrong, and in the report
+        where = f" ({finding.where[0][1]})" if finding.where else ""
+        _say(console, finding.to_text().splitlines()[0] + where, _COLOURS["info"], wrap=console.is_terminal)
+    if brief:
+        console.print()
     for item in report.sections[0].items:
         if isinstance(item, Table):
             _say(console, item.to_text(), wrap=False)
@@ -100,7 +109,9 @@ def _show_finding(console: Console, finding: Finding) -> None:
     first, *rest = finding.to_text().splitlines()
     for text in (first, *rest):
         style = _COLOURS[finding.severity] if text is first else None
-        if console.is_terminal and (style or text.startswith(("  where:", "  seen:"))):  # a fix is pasted as it stands
+        if console.is_terminal and (
+            style or text.startswith(("  where:", "  seen:", *_APART))
+        ):  # a fix is pasted as it stands
             text = fill(text, console.width, subsequent_indent=" " * 9, break_on_hyphens=False)
         _say(console, text, style, wrap=False)
     console.print()

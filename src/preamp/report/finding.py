@@ -19,6 +19,8 @@ SEVERITIES: tuple[Severity, ...] = ("error", "warning", "info")
 _CODE = re.compile(r"PA\d{3}\Z", re.ASCII)
 
 
+APART = ("carried by", "tried")
+"""Evidence that has a line of its own in a text: no observation of the place."""
 LISTED = 8
 """Parts of a list that are shown; JSON has them all."""
 
@@ -90,8 +92,9 @@ class Finding(Fields):
         lines = [f"{self.severity} {self.code}: {self.message}"]
         if self.where:
             lines.append("  where: " + ", ".join(f"{name} {text}" for name, text in self.where))
-        if self.seen:
-            lines.append("  seen:  " + ", ".join(f"{name} {text}".strip() for name, text in self.seen))
+        seen = ", ".join(f"{name} {text}".strip() for name, text in self.seen if name not in APART)
+        lines += [f"  seen:  {seen}"] if seen else []
+        lines += [f"  {name}: {text}" for name, text in self.seen if name in APART and text not in (self.fix or "")]
         if self.fix:
             lines.append("  fix:")
             lines.extend(f"    {line}".rstrip() for line in self.fix.splitlines())

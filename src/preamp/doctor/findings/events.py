@@ -179,11 +179,14 @@ class Deviated(NamedTuple):
         """What was measured."""
         fact = self.fact
         words = {"made": "error of the result", "lost": "share lost to zero", "decided": "share that differs"}
-        found: dict[str, Any] = {"dtype": fact.dtype, "shape": list(fact.shape)}
+        words["added up"] = "error of all gradients"
+        found: dict[str, Any] = (
+            {"dtype": fact.dtype, "shape": list(fact.shape)} if fact.shape else {"dtype": fact.dtype}
+        )
         if fact.kind in words:
             found[words[fact.kind]] = float(f"{fact.error:.3g}")
-        found |= {"error of the inputs": float(f"{fact.inputs:.2g}"), "largest input": float(f"{fact.largest:.4g}")}
-        return found | ({"tried": self.tried} if self.tried else {})
+        inputs = {"error of the inputs": float(f"{fact.inputs:.2g}"), "largest input": float(f"{fact.largest:.4g}")}
+        return found | (inputs if fact.kind != "added up" else {}) | ({"tried": self.tried} if self.tried else {})
 
 
 class BatchNotFinite(NamedTuple):

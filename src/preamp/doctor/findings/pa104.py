@@ -18,7 +18,7 @@ class PA104(Check):
         fact = event.fact
         if fact.code != "PA104":
             return
-        off = f"loses {fact.error:.0%} of its result to zero" if fact.kind == "lost" else f"is off by {fact.error:.0%}"
+        off = f"loses {fact.error:.0%} of its result to zero" if fact.kind == "lost" else f"is {fact.off}"
         if fact.kind == "added up":
             yield self.of_fact(
                 "warning",

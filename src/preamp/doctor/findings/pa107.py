@@ -62,6 +62,9 @@ class PA107(Check):
         if event.by_session and not event.is_scaled_elsewhere:
             why = "the session was prepared without a loss scale"
             fix = "session = preamp.prepare(model, optimizer, level='O2')  # and no scale=: it is dynamic then"
+            if not event.has_half_session:
+                why = "the session computes in bfloat16 and has none, and a float16 region is not its own"
+                fix = "with session.autocast():  # in place of torch.autocast(..., dtype=torch.float16)"
         elif event.has_half_session:
             fix = f"{BY_SESSION}\n# session.backward multiplies by the loss scale"
         elif event.has_half_parameters:  # whose gradients torch's scaler refuses to unscale

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import linecache
 import sys
 from collections.abc import Iterator, Sequence
 
@@ -94,16 +95,22 @@ class PA109(Check):
         for dtype in sorted((flops.keys() & self._foreign.keys() & set(LOW_DTYPES)) - {wanted}, key=str):
             seen, share = name_of(dtype), flops[dtype] / sum(flops.values())
             level = {torch.float16: "O2" if masters else "O1"}.get(dtype, "O5" if masters else "O4")
+            fix = (
+                "# switch the framework's own mixed precision off: Accelerator(mixed_precision='no'), bf16=False, "
+                "precision='32-true'"
+            )
+            file, line = self._foreign[dtype]
+            if "autocast" in linecache.getline(file or "", line or 0):
+                fix = "with session.autocast():  # in place of torch.autocast(...)"
             yield self.finding(
-                "warning",
+                "error" if dtype is torch.float16 else "warning",  # what was prepared for bfloat16 has no loss scale
                 f"the session was prepared to compute in {name_of(wanted)}, and {share:.0%} of its products ran in "
                 f"{seen}: an autocast region of {seen} that is not the session's lies around the model's call, and the "
                 "innermost region decides",
-                "# switch the framework's own mixed precision off: Accelerator(mixed_precision='no'), bf16=False, "
-                f"precision='32-true'\n# or: session = preamp.prepare(model, optimizer, level={level!r})  # {seen}",
+                f"{fix}\n# or: session = preamp.prepare(model, optimizer, level={level!r})  # {seen}",
                 module=min(prepared.paths, key=len),
                 direction="forward",
-                at=self._foreign[dtype],
+                at=(file, line),
                 evidence={"prepared for": name_of(wanted), "observed": seen},
             )
 

@@ -13,6 +13,9 @@ from .check import Check, on
 from .events import Deviated
 from .pa207 import PA207
 
+_WHOLE = 256
+"""Whole numbers up to here are dimensions, sizes and exponents, and break nothing."""
+
 
 @dataclass(frozen=True, slots=True)
 class Operand:
@@ -70,8 +73,8 @@ class Origin:
         where = "outside the models" if self.module is None else f"in module {self.module or '(root)'!r}"
         evidence: dict[str, Any] = {f"input {i}": str(operand) for i, operand in enumerate(self.inputs)}
         evidence["output"] = str(self.output)
-        if self.constants:
-            evidence["constants"] = list(self.constants)
+        if told := [number for number in self.constants if not -_WHOLE <= number <= _WHOLE or number % 1]:
+            evidence["constants"] = told
         if self.own:
             evidence["backward written at"] = f"{self.own[0]}:{self.own[1]}"
         if self.carriers:
@@ -115,13 +118,14 @@ class Diagnosis:
         if self.tried is not None:
             found = replace(found, fix=self.fix or found.fix, evidence={**_evidence(found), "tried": self.tried})
         if fact is not None and fact.kind != "not finite":
-            place, lost = fact.place, "zero" if fact.kind == "lost" else f"off by {fact.error:.0%}"
+            place, lost = fact.place, "zero" if fact.kind == "lost" else fact.off
             message = (
                 f"{fact.name} ({fact.place.direction}) is {lost} in {fact.dtype}, and {spelled(self.origin.op)} at "
                 f"line {self.origin.line} makes {self.origin.kind} of it"
             )
             if fact.constant is not None:
-                message = f"{fact.vanished}, and {spelled(self.origin.op)} makes {self.origin.kind} of it"
+                at = "" if self.origin.line == place.line else f" at line {self.origin.line}"
+                message = f"{fact.vanished}, and {spelled(self.origin.op)}{at} makes {self.origin.kind} of it"
             if fact.code in ("PA114", "PA115"):
                 found = replace(found, code=fact.code, op=fact.name)
             found = replace(found, message=message, file=place.file, line=place.line, module=place.module)

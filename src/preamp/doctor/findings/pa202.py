@@ -51,11 +51,16 @@ class PA202(Check):
         for row in worst.values():
             low, top = scale_window(row.spread)
             low = min(low, top)
+            best = min(max(_USUAL, low), top)
+            fix = f"scaler = torch.amp.GradScaler(init_scale=2.0**{best})"
+            if event.highest >= 2.0**best:
+                been = f"# the loss scale has been {event.highest:g}: find what makes gradients overflow there"
+                fix = f"{been} (PA201), or train in bfloat16"
             yield self.finding(
                 "warning",
                 f"{row.lost:.0%} of the gradients of {row.name} that are not zero in float32 were flushed to zero by "
                 f"float16 at a scale of {event.scale:g}; as a whole they are {min(row.relative, 1):.0%} off",
-                f"scaler = torch.amp.GradScaler(init_scale=2.0**{min(max(_USUAL, low), top)})",
+                fix,
                 module=row.module,
                 direction="backward",
                 evidence={

@@ -78,7 +78,8 @@ class PA203(Check):
             message = f"the scale oscillates: {many}"
             fix = "scaler = torch.amp.GradScaler(growth_interval=2000)  # growth by 2 in 2000 clean steps"
         else:
-            message = f"the scale never grows back, from {scales[0]:g} to {scales[-1]:g}: {many}"
+            fell = f"never grows back, from {scales[0]:g} to {scales[-1]:g}"
+            message = f"the scale {fell if scales[-1] < scales[0] else f'stays at {scales[-1]:g}'}: {many}"
             fix = "# find what overflows whatever the scale: see PA201, PA207"
         yield self.finding("warning", message, fix, step=later[0], **where)
 

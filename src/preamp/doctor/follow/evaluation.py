@@ -62,7 +62,7 @@ class Evaluation:
         self._tape.close_window()
         run.stream.remove(shadowed, self._changes)
         emit_changes(self._changes, run, run.step)
-        trials = run.trials(tape=self._tape) if facts and self._replay else None
-        run.tell(facts, trials, in_session=False)
+        trials = run.trials(self._tape) if facts and self._replay else None
+        run.tell(facts, trials)
         run.recorder.write("evaluation", step=run.step, **shadowed.told())
         self._tape.clear()

@@ -18,7 +18,6 @@ from ..findings.events import Deviated, Observed, Prepared, RanInThread
 from ..findings.pa202 import row_of
 from ..handled import Handled
 from ..measure import key_of
-from ..names import unwrapped
 from ..operators import Stream, found_by
 from ..places import Places
 from ..shadow.absorbed import Changes
@@ -192,7 +191,7 @@ class Inspection:
         """Gradients have arrived; code that reads them may read scaled ones."""
         if self._look is not None:
             self._look.parameters = dtypes_of(self._run.names)  # before an unscaling lets them hold masters
-            self._compare_gradients(self._look, self._scales.of_backward)
+            self._compare_gradients(self._look, self._scales.of_backward.scale or 1.0)
         if self._telemetry is not None:
             self._telemetry.close()
             for path in self._telemetry.outside[:1]:
@@ -229,8 +228,11 @@ class Inspection:
         run, scales, look = self._run, self._scales, self._look
         self._judge()
         if look is not None and look.exact and not run.bad:
-            rows, scale = sorted(look.exact.values(), key=lambda one: (-one.lost, -one.relative)), scales.of_backward
-            run.emit(GradientsRead(rows, scale))
+            rows, scale = (
+                sorted(look.exact.values(), key=lambda one: (-one.lost, -one.relative)),
+                scales.of_backward.scale,
+            )
+            run.emit(GradientsRead(rows, scale, scales.highest))
             run.recorder.write("underflow", step=run.step, scale=scale, rows=list(map(row_of, rows)))
         telemetry = self._telemetry
         if telemetry is not None and not telemetry.has_weights:
@@ -268,7 +270,7 @@ class Inspection:
     def _tell_before(self, before: Shadowed) -> None:
         """Report on what ran outside of models and of steps that are looked at."""
         self.decided |= any(one.kind == "decided" for one in before.facts)
-        self._run.tell(before.facts, None, in_session=False)
+        self._run.tell(before.facts, None)
 
     def give_up(self) -> None:
         """End the inspection and judge nothing."""
@@ -297,11 +299,11 @@ class Inspection:
         for finding in findings:
             run.report(finding)
         facts = [one for one in seen.shadowed.facts if one.place.direction == "forward" or one.kind == "made"]
-        facts = facts[:FACTS]
+        facts = [one for one in facts if one.kind != "not finite" or one.place.at not in run.origins][:FACTS]
         run.recorder.write("shadow", step=run.step, **seen.shadowed.told())
         adds_up = not facts and seen.shadowed.gradients_off >= OFF and not run.bad
-        trials = run.trials(run.losses, scales.seed) if (facts or adds_up) and self._replay else None
-        run.tell(facts, trials, bool(scales.sessions))
+        trials = scales.trials(run.losses) if (facts or adds_up) and self._replay else None
+        run.tell(facts, trials)
         if adds_up and trials is not None and (found := trials.adds_up()) is not None:
             run.emit(Deviated(*found))
         self.ran_low |= bool(seen.products.low)
@@ -311,7 +313,6 @@ class Inspection:
         run.recorder.write("audit", step=run.step, **audit(seen.products, parameters))
 
     def _prepared(self) -> Iterator[Prepared]:
-        for session in self._scales.sessions:
-            own = {part for model in session.models.values() for part in unwrapped(model).modules()}
+        for session, own in self._scales.prepared():
             paths = frozenset(path for path, part in self._run.names.items() if part in own)
             yield Prepared(paths, session.policy.compute, session.policy.masters)

@@ -6,7 +6,7 @@ import signal
 import threading
 import traceback
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -57,6 +57,8 @@ class Run:
         self.in_model = self.in_backward = False
         self.bad: str | None = None
         """What was not finite in this step, "loss" or "gradients"."""
+        self.origins: set[Line] = set()
+        """Where the origins are of what was not finite, as far as they were told."""
         self.is_given_up = False
         """Whether an error of the doctor has ended the observation."""
         self.on_failure: list[Callable[[], None]] = []
@@ -145,9 +147,9 @@ class Run:
         others = {id(p): p for p in stepped if id(p) not in owned}
         return [*self.names.parameters(), *others.values()]
 
-    def trials(self, losses: Sequence[Tensor] = (), seed: float = 1.0, tape: Tape | None = None) -> Trials:
-        """What does this step again, or that of another tape; `seed`: the gradient that backward began with."""
-        return Trials(tape or self.tape, self.names, self.parameters(), losses, seed)
+    def trials(self, tape: Tape | None = None, *of_losses: Any) -> Trials:
+        """What does this step again, or that of another tape; `of_losses`: what more `Trials` takes."""
+        return Trials(tape or self.tape, self.names, self.parameters(), *of_losses)
 
     def stop_waiting(self) -> Shadowed | None:
         """Follow no more of what the script does before its models run; what was followed, if anything."""
@@ -159,11 +161,11 @@ class Run:
         self.shadowed = None
         return shadowed
 
-    def tell(self, facts: Iterable[Fact], trials: Trials | None, in_session: bool) -> None:
+    def tell(self, facts: Iterable[Fact], trials: Trials | None) -> None:
         """Tell of facts, each with a fix that was tried; `trials`: None where the step is not to be done again."""
         for fact in facts:
             why = "it ran in no step that was done again"
-            cure = untried(fact, self.tape, why) if trials is None else trials.cure(fact, in_session)
+            cure = untried(fact, self.tape, why) if trials is None else trials.cure(fact)
             self.emit(Deviated(fact, *cure))
 
     def report(self, finding: Finding) -> None:

@@ -103,7 +103,7 @@ class Scalers:
 
     def _scale(self, original: Any, scaler: Any, outputs: Any) -> Any:
         out = original(scaler, outputs)
-        if isinstance(out, Tensor) and scaler.is_enabled():
+        if isinstance(out, Tensor) and scaler.is_enabled() and not isinstance(scaler, SessionScaler):  # it has noted it
             self._scales.note(out, float(scaler.get_scale()))
         return out
 
@@ -154,7 +154,8 @@ class Scalers:
         except PreampError:  # several losses and none named: the session itself will say so
             return
         if scale != 1 or self._scales.are_used:  # one that has come down to 1 is one all the same
-            self._scales.note(scaled, scale)
+            kind = session._losses[session._losses.named(name)].kind
+            self._scales.note(scaled, scale, adapts=kind not in ("none", "static"))
 
     def _session_scale(self, original: Any, session: Session, *args: Any, **kwargs: Any) -> Any:
         out = original(session, *args, **kwargs)
@@ -225,6 +226,6 @@ class Scalers:
 
     def _note_apex(self, scaled: Any, loss: Any) -> None:
         if isinstance(scaled, Tensor) and isinstance(loss, Tensor) and loss.numel() == 1:
-            scale = float(scaled.detach().double() / loss.detach().double())
+            scale = self._run.tape.factor_on(scaled) or float(scaled.detach().double() / loss.detach().double())
             if scale == scale and scale not in (0.0, 1.0, float("inf")):
                 self._scales.note(scaled, scale)

@@ -7,26 +7,31 @@ gradients onto whatever the last step left.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from itertools import islice
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from ...autocast import nodes_behind
+from ...policy import policy
 from ...session import Session
 from ..findings.events import LossNotScaled, StepBegins
 from ..findings.pa107 import like_a_scale
+from ..names import unwrapped
 from ..places import called_by_preamp, users_line
 from ..records import NOWHERE, Line
+from ..replay.trials import Scaling, Trials
 from .run import Run
 
 _BY_HAND = 8
 """A constant in front of a loss that is no weight of a part of it."""
+_NEAR = 8
+"""Autograd's nodes behind a loss among which a scale is looked for: it may have been divided, or added to others."""
 _KNOWN_OPTIMIZERS = ("torch", "preamp", "apex", "transformers")
 
 
@@ -42,9 +47,12 @@ class Scales:
         """Whether anything scaled a loss so far."""
         self.is_pending = False
         """Whether there are gradients that are still scaled."""
-        self.of_backward = self.seed = 1.0
-        """What was on the last backward pass, whatever happened to the gradients since; and how much of that was the
-        gradient it began with, and not on the loss."""
+        self.of_backward = Scaling()
+        """What was on the last backward pass, whatever happened to the gradients since."""
+        self.highest = 1.0
+        """The largest so far."""
+        self._adapts = False
+        """Whether the last one comes down where gradients overflow."""
         self.begins_at: Tensor | None = None
         """The loss that a session goes back from, in its `backward`."""
         self.is_library = False
@@ -61,20 +69,45 @@ class Scales:
         """Since the last attempt to step; the third: scalers of torch's that were made."""
         self._loss_at = NOWHERE
         """Where a loss was last scaled."""
-        self._scaled: list[tuple[weakref.ref[Tensor], float]] = []
+        self._scaled: list[tuple[weakref.ref[Tensor], int, float]] = []
+        """Losses with a scale on them, the number of autograd's node that made each, and the scale."""
         self.in_half = False
         """Whether the last loss of which that was asked went back through float16."""
 
-    def note(self, scaled: Tensor | None, scale: float) -> None:
-        """A loss with a scale on it."""
+    def trials(self, losses: list[Tensor], scale: float | None = None) -> Trials:
+        """What does the step again that has gone back from these, with this scale on them or what is known of one."""
+        scaling = self.of_backward if scale is None else self.of_backward._replace(scale=scale)
+        return self._run.trials(None, losses, scaling, self.policy_with)
+
+    def prepared(self) -> Iterator[tuple[Session, set[nn.Module]]]:
+        """Each session, and the parts of its models."""
+        for session in self.sessions:
+            yield session, {part for model in session.models.values() for part in unwrapped(model).modules()}
+
+    def policy_with(self, module: str | None) -> str | None:
+        """The policy of the session that has prepared the module of this path, with the module in float32; None where
+        no session has.
+        """
+        part = dict(self._run.names.items()).get(module or "") if module else None
+        for session, own in self.prepared():
+            if part in own:
+                fields, *rules = str(session.policy).split("; ")
+                path = str(module).rpartition(":")[2]
+                return "; ".join((policy(fields).level or fields, *rules, f"{path} -> full"))
+        return None
+
+    def note(self, scaled: Tensor | None, scale: float, *, adapts: bool = True) -> None:
+        """A loss with a scale on it; `adapts`: it comes down where gradients overflow."""
         self.are_used, self.scale, self._loss_at = True, scale, users_line()
+        self.highest, self._adapts = max(scale, self.highest), adapts
         if scaled is not None:
-            self._scaled = [(ref, s) for ref, s in self._scaled if ref() is not None][-8:]
-            self._scaled.append((weakref.ref(scaled), scale))
+            number = -1 if scaled.grad_fn is None else scaled.grad_fn._sequence_nr()
+            self._scaled = [*self._scaled[-8:], (weakref.ref(scaled), number, scale)]
 
     def noted(self, loss: Tensor) -> float | None:
-        """The scale that a scaler put on this very loss, which may be 1; None for one that was not scaled."""
-        return next((scale for ref, scale in self._scaled if ref() is loss), None)
+        """The scale that a scaler put on this loss, or on what it is a share or a sum of; None where none was put."""
+        near = {node._sequence_nr() for node in islice(nodes_behind(loss), _NEAR)} if self._scaled else set()
+        return next((scale for ref, number, scale in self._scaled[::-1] if ref() is loss or number in near), None)
 
     def of(self, loss: Tensor) -> float:
         """The scale that is on a loss; 1 for one that was not scaled."""
@@ -126,8 +159,8 @@ class Scales:
         self.updated_at = None
         scaled = any(self.of(loss) != 1 for loss in losses) or self.in_apex
         self.is_pending = scaled and not self.unscales_itself
-        self.of_backward = (self.scale or 1.0) if scaled else 1.0
-        self.seed = self.seed_of(losses) if scaled else 1.0
+        scale, highest = self.scale if scaled else None, self.highest if scaled and self._adapts else None
+        self.of_backward = Scaling(1.0 if scale is None else scale, self.seed_of(losses) != 1, highest)
         self._track(losses)
 
     def _track(self, losses: list[Tensor]) -> None:

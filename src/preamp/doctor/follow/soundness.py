@@ -10,6 +10,7 @@ from ..findings.events import BatchNotFinite
 from ..findings.pa201 import Diagnosis
 from ..measure import all_finite
 from ..shadow.remedies import Remedy
+from ..statements import statement_at
 from .run import Run
 from .scales import Scales
 
@@ -68,13 +69,13 @@ class Soundness:
         `scale`: what is on the backward pass. An overflow that is gone without it is the scale's doing.
         """
         run = self._run
-        trials = run.trials(losses, self._scales.seed_of(losses))
+        trials = self._scales.trials(losses, scale)
         plain = trials.plain
         origin = None if plain is None or plain.raised else plain.origin
         if plain is None or origin is None:
             return None
         # a scale that has halved down to 0 is not what makes an inf, and nothing can be divided by it
-        by_scale = scale not in (0.0, 1.0) and not origin.from_data and trials.again(None, scale).origin is None
+        by_scale = scale not in (0.0, 1.0) and not origin.from_data and trials.again(None, 1.0).origin is None
         if origin.file is None and origin.module is not None:
             # A model made of torch's modules only: the line that called it, which a replay does not run.
             file, line = run.tape.called_at(origin.module, run.names.get)
@@ -83,15 +84,21 @@ class Soundness:
             samples, cast = (run.tape.samples(), run.tape.readings.overflowed()) if origin.from_data else ((), None)
             return Diagnosis(origin, run.step, by_scale, samples, cast=cast)
         line_of_it = origin.file, origin.line
+        run.origins.add(line_of_it)
         known = [fact for place, fact in plain.shadowed.broke if place.at == line_of_it]
         known += [fact for fact in plain.shadowed.facts if fact.place.at == line_of_it]
+        before = {line for fact in known for line in fact.lines}  # an epsilon that vanished there is the cause
+        known += [fact for fact in plain.shadowed.facts if fact.code == "PA101" and fact.place.at in before]
         known.sort(key=lambda fact: fact.code != "PA101")
         if not known and plain.meant and line_of_it in plain.shadowed.grown:
             known = [plain.shadowed.grown[line_of_it]]
         if not known:
             not_there = "float32 is not finite there either, so precision is not the cause"
             return Diagnosis(origin, run.step, tried="no line was found that leads there" if plain.meant else not_there)
-        fix, tried = trials.cure(known[0], bool(self._scales.sessions))
+        fix, tried = trials.cure(known[0])
+        lines = map(statement_at, known[0].lines[:2])
+        if fix and origin.op.startswith("aten.log") and any(one and "softmax(" in "".join(one.lines) for one in lines):
+            fix += "\n# or F.log_softmax(logits, -1) in place of the logarithm of a softmax; for a loss F.cross_entropy"
         return Diagnosis(origin, run.step, fact=known[0], fix=fix, tried=tried)
 
     def _overflowed(self, found: Diagnosis, scale: float) -> None:
@@ -111,7 +118,7 @@ class Soundness:
         trials = run.trials()
         if trials.plain is None or not trials.plain.raised:
             return
-        run.tell(trials.plain.shadowed.facts, trials, bool(self._scales.sessions))
+        run.tell(trials.plain.shadowed.facts, trials)
         raises = trials.again(Remedy(module="")).raised
         if not (raises and decided):
             run.recorder.write("in_float32", raises=raises)

@@ -230,25 +230,35 @@ class Tape(Observer):
 
     def factor_on(self, loss: Tensor) -> float | None:
         """The constant that the script multiplied the loss by, last of all; None without one."""
+        return self._last_factor(loss)[1]
+
+    def _last_factor(self, loss: Tensor) -> tuple[Key, float | None]:
+        """What was multiplied last to give the loss, or the loss itself, and by which constant."""
         wanted = tensor_key(loss)
         for entry in self._entries:
             if isinstance(entry, Op) and wanted in entry.outputs and base_of(entry.func) == "mul":
-                factor = entry.args[1] if len(entry.args) > 1 else None
+                of, factor = entry.args[0], entry.args[1] if len(entry.args) > 1 else None
                 if isinstance(factor, Tensor) and factor.numel() == 1:
                     factor = float(factor)
-                return float(factor) if isinstance(factor, (int, float)) else None
-        return None
+                if isinstance(factor, (int, float)):
+                    return of.key if isinstance(of, Ref) else wanted, float(factor)
+                return wanted, None
+        return wanted, None
 
     def knows(self, loss: Tensor) -> bool:
         """Whether a replay gives this loss."""
         return self.whole and tensor_key(loss) in self._known
 
-    def replay(self, losses: Sequence[Tensor], places: Places, remedy: Remedy | None = None) -> list[Tensor]:
+    def replay(
+        self, losses: Sequence[Tensor], places: Places, remedy: Remedy | None = None, *, unscaled: bool = False
+    ) -> list[Tensor]:
         """Do it all again up to the losses, and return the new ones; without any, all that is kept.
 
-        `places` is told where each operator is run; `remedy`: with these lines computed otherwise.
+        `places` is told where each operator is run; `remedy`: with these lines computed otherwise; `unscaled`: up to
+        the losses as they were before the constant that they were multiplied by last.
         """
-        wanted, made = [tensor_key(loss) for loss in losses], [getattr(e, "outputs", ()) for e in self._entries]
+        wanted = [self._last_factor(loss)[0] if unscaled else tensor_key(loss) for loss in losses]
+        made = [getattr(e, "outputs", ()) for e in self._entries]
         ends = [max(i for i, outputs in enumerate(made) if key in outputs) for key in wanted]
         env = self._again(max(ends, default=len(made) - 1), places, remedy)
         return [env[key] for key in wanted]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal, NamedTuple
@@ -46,6 +47,11 @@ class Fact:
     def name(self) -> str:
         """The operator as people write it."""
         return spelled(self.op)
+
+    @property
+    def off(self) -> str:
+        """How wrong the result is, in words."""
+        return f"off by {self.error:.0%}" if self.error < math.inf else "not zero, which it is in float32"
 
     @property
     def vanished(self) -> str:
@@ -176,3 +182,5 @@ class GradientsRead(NamedTuple):
     rows: Sequence[GradientSpread]
     """The worst first."""
     scale: float
+    highest: float
+    """The largest loss scale of the run so far."""

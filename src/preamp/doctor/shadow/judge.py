@@ -85,6 +85,8 @@ class Judge(Observer):
         self._trail: dict[int, tuple[Line, tuple[int, ...]]] = {}
         """By storage, the line that wrote it last and the storages that it read."""
         self._facts: dict[Any, Fact] = {}
+        self._hidden: dict[int, Fact] = {}
+        """By storage, what is not finite and has become numbers that are wrong and small beside others so far."""
 
     def nudged(self, call: Call) -> list[Tensor]:
         """What an operator gives, computed in float64, for inputs that are a rounding of float32 beside the right ones;
@@ -98,7 +100,10 @@ class Judge(Observer):
         moves = call.base in _MOVES or (call.base in _CASTS and out.dtype is not torch.float16)
         causes = (self.causes.get(key_of(t)) for t in call.given if not moves or id(t) not in written)
         cause = next((one for one in causes if one is not None), None)
+        hidden = next((self._hidden[key_of(t)] for t in call.given if key_of(t) in self._hidden), None)
+        self._hidden.pop(key, None)
         if moves:  # as wrong as what it reads
+            self._hidden |= {} if hidden is None else {key: hidden}
             self.causes.pop(key, None)
             self.causes |= {} if cause is None else {key: cause}
             return
@@ -109,9 +114,20 @@ class Judge(Observer):
         read = [t for t in call.inputs if has_shadow(t) and id(t) not in written]
         came = cause is not None and cause.kind == "not finite" and bool(out.isfinite().all())
         hides = came and not all(bool(t.isfinite().all()) for t in read)
-        least = DECIDES if cause is not None and cause.op in _CASTS else OFF  # what does not fit is meant by nobody
-        if hides and cause is not None and cause.op not in _MEANT and max(error, _most_off(out, exact)) >= least:
-            self._report(replace(cause, hidden_by=call.base))
+        if hides and cause is not None and cause.op not in _MEANT:
+            hidden = replace(cause, hidden_by=call.base)
+        alone = hides or cause is None or cause.hidden_by is not None  # nothing else makes it wrong
+        if hidden is not None and alone and bool(out.isfinite().all()):
+            each = not hides and torch.Tag.pointwise in call.func.tags
+            seen = torch.where(self._right(out, read), exact, out.detach()) if each else out
+            least = DECIDES if hidden.op in _CASTS else OFF  # what does not fit is meant by nobody
+            if max(relative_error(seen, exact), _most_off(seen, exact) if hides else 0.0) >= least:
+                self._report(hidden)
+                if not hides:
+                    self.causes[key] = hidden
+                    return
+            elif bool(((seen - exact).abs() > AGREES * exact.abs()).any()) and (hides or each):
+                self._hidden[key] = hidden
         off_from = OTHERWISE if call.base in TURNS and _largest(read) >= MANY_TURNS else OFF
         if error < off_from and constant is None:
             self.causes.pop(key, None)
@@ -243,12 +259,17 @@ class Judge(Observer):
         """Whether entries are off whose own inputs are right: of operators that compute each entry by itself."""
         if torch.Tag.pointwise not in call.func.tags or (call.base in _LOGS and call.place.direction == "forward"):
             return True
+        right = self._right(out, read)
+        return relative_error(out.detach()[right], exact[right]) >= off_from
+
+    def _right(self, out: Tensor, read: list[Tensor]) -> Tensor:
+        """Which entries of a result have inputs that are right, where those can be laid beside it."""
         right = torch.ones_like(out, dtype=torch.bool)
         for tensor in read:
             shadow = self.shadows.find(tensor)
             if shadow is not None:
                 right &= (tensor.detach().to(WIDE) - shadow).abs() <= AGREES * shadow.abs()
-        return relative_error(out.detach()[right], exact[right]) >= off_from
+        return right
 
     def _is_nearly_nothing(self, call: Call, out: Tensor, exact: Tensor) -> bool:
         """Whether the error is no more than rounding beside the terms from which the result was added up."""

@@ -38,6 +38,8 @@ class Remedy:
     constants: tuple[tuple[float, float], ...] = ()
     module: str | None = None
     """In place of lines: all that runs in this module; "" for all that runs."""
+    policy: str | None = None
+    """That of its session with the module in float32, as `preamp.policy` reads it."""
     within: Function | None = None
     """A function that the one line calls: all of it runs in float32, too."""
     casts: Literal["kept", "dropped", "only"] = "kept"
@@ -71,7 +73,7 @@ class Remedy:
         None: it cannot be written.
         """
         if self.module is not None:
-            return f'session = preamp.prepare(model, optimizer, policy="{{level}}; {self.module} -> full")'
+            return self.policy and f'session = preamp.prepare(model, optimizer, policy="{self.policy}")'
         if self.casts == "dropped" and not any(one and one.casts() for one in map(statement_at, self.lines)):
             return None
         known = at is None or self.lines == (at,)
@@ -106,16 +108,17 @@ def candidates(
     broken: list[Line],
     constants: list[float],
     module: str | None,
-    in_session: bool,
+    policy: str | None,
     function: Function | None = None,
 ) -> Iterator[Remedy]:
     """Remedies in the order in which they are tried.
 
     `lines`: the place of the fact and those that lead to it, the nearest first; `broken`: all places of facts;
-    `constants`: numbers that the operators of the first line were given; `function`: what that line is in.
+    `constants`: numbers that the operators of the first line were given; `policy`: that of a session, with the module
+    in float32; `function`: what that line is in.
     """
-    if in_session and module:
-        yield Remedy(module=module)
+    if policy is not None:
+        yield Remedy(module=module, policy=policy)
     small = [c for c in constants if 0 < abs(c) < _SMALL]
     near = [c for c in constants if 0 < 1 - abs(c) < 2.0**-9]
     single = [(line,) for line in lines]

@@ -144,7 +144,7 @@ def _size(tensor: Tensor) -> int:
 def relative_error(value: Tensor, shadow: Tensor) -> float:
     """||value - shadow|| / ||shadow||, L2; infinite where the value is not finite and the shadow is.
 
-    0 for what has no numbers, or where the shadow itself is not finite.
+    Entries whose shadow is not finite, as those of a mask of -inf, say nothing. 0 for what has no others.
     """
     if not value.numel():
         return 0.0
@@ -153,7 +153,8 @@ def relative_error(value: Tensor, shadow: Tensor) -> float:
         return off / size
     size = float(torch.linalg.vector_norm(shadow, dtype=torch.float64))
     if not math.isfinite(size):
-        return 0.0
+        there = shadow.isfinite()
+        return relative_error(value[there], shadow[there])
     off = float(torch.linalg.vector_norm(value.double() - shadow))
     if math.isnan(off):
         return math.inf

@@ -204,6 +204,9 @@ def advice(findings: Sequence[Finding], command: Sequence[str], stepped: bool) -
         worst = serious[0]
         others = f" {counted(serious[1:])} more {'is' if len(serious) == 2 else 'are'} below." if serious[1:] else ""
         cure = f"Begin with `{worst.code}`{_place(worst, '`')}, then run `preamp doctor` again.{others}"
+        tried = worst.evidence.get("tried") if isinstance(worst.evidence, dict) else None
+        if worst.fix is None and tried:
+            cure += f" No fix can be printed: tried {tried}. The page of the code says what else there is to do."
         return cure, worst.fix or f"preamp explain {worst.code}"
     if not stepped:
         return "Give the doctor a script that trains: it watches the steps of an optimizer.", ""
