@@ -434,3 +434,26 @@ def test_steps_that_no_optimizer_takes_are_counted(how: str) -> None:
     steps = kept.of("step")
     assert [step["step"] for step in steps] == [0, 1, 2, 3]
     assert not any(step["skipped"] for step in steps)
+
+
+@pytest.mark.parametrize("by", ["scaler", "session"])
+def test_micro_batches_whose_gradients_overflow_are_no_steps(by: str) -> None:
+    torch.manual_seed(0)
+    model, kept = Net(), Kept()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**20, enabled=by == "scaler")
+    with preamp.doctor.watch(model, every=1, sinks=[kept]):
+        session = preamp.prepare(model, optimizer, level="O1", scale=2.0**20) if by == "session" else None
+        for _ in range(4):
+            for _ in range(3):
+                with torch.autocast("cpu", torch.float16) if session is None else session.autocast():
+                    loss = model(100 * torch.randn(5, 6)).float().square().sum()
+                scaler.scale(loss).backward() if session is None else session.backward(loss)
+            scaler.step(optimizer) if session is None else session.step()
+            scaler.update()
+            optimizer.zero_grad()
+        if session is not None:
+            session.close()
+    steps = kept.of("step")
+    assert [step["step"] for step in steps] == [0, 1, 2, 3]
+    assert steps[0]["skipped"]

@@ -62,8 +62,8 @@ class Steps:
         run = self._run
         if self._awaits_attempt and self._is_stepped_otherwise:
             self._attempted(None, skipped=False)
-        elif self._awaits_attempt and run.bad and self._scales.are_used:
-            self._attempted(None, skipped=True)  # a scaler that takes the optimizer's step away
+        elif self._awaits_attempt and run.bad and self._scales.skips_unseen:
+            self._attempted(None, skipped=True)
         run.names.get(module)
         run.names.is_sharded |= type(module).__name__ == "FullyShardedDataParallel"
         self._precision.model_called()
