@@ -292,8 +292,19 @@ def test_no_statement(tmp_path: Path) -> None:
     assert statement_at((None, None)) is None
     assert statement_at((str(tmp_path / "missing.py"), 3)) is None
     assert at(tmp_path, "x = 1\n\n", 2) is None
-    for text in ("x = 1; y = x", "def f(p): return p.log()", "if x: y = x.log()"):
+    for text in ("x = 1; y = x", "if x: y = x.log(); z = y", "if x: y = x.log(\n    )"):
         assert at(tmp_path, f"{text}\n", 1) is None, "it is no whole line"
+
+
+@pytest.mark.parametrize(("text", "wanted"), [
+    ("def f(x): return x.log()  # größe", "def f(x):\n    return x.float().log()  # größe"),
+    ("if y: z = x.log()", "if y:\n    z = x.float().log()"),
+    ("    for x in y: z += x", "for x in y:\n    z += x.float()"),
+    ('if "ä": z = x', 'if "ä":\n    z = x.float()'),
+])  # fmt: skip
+def test_a_statement_behind_what_it_is_the_only_one_of(tmp_path: Path, text: str, wanted: str) -> None:
+    statement = at(tmp_path, f"class A:\n{text}\n" if text[0] == " " else f"{text}\n", 2 if text[0] == " " else 1)
+    assert statement.placed(in_float32(statement, low("x"), {})) == wanted
 
 
 def test_what_a_statement_reads(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import inspect
 import linecache
+import textwrap
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
@@ -29,6 +30,8 @@ class Statement:
     lines: tuple[str, ...]
     """Its lines as they stand."""
     file: str = ""
+    head: str = ""
+    """What it is the only one of, on one line with it: "def forward(self, x):"."""
 
     def reads(self) -> dict[str, list[ast.expr]]:
         """The names that it reads ("x", "self.scale", "batch['x']"), with where they stand. Of `x.t()` it reads x."""
@@ -109,8 +112,12 @@ class Statement:
             text[begin : end + 1] = [kept[0] + new.encode() + kept[1]]
         indent = self.node.col_offset
         return "\n".join(
-            line.decode()[indent:] if not line[:indent].strip() else line.decode().strip() for line in text
+            line[indent:].decode() if self.head or not line[:indent].strip() else line.decode().strip() for line in text
         )
+
+    def placed(self, text: str) -> str:
+        """A text that takes its place, behind what it is the only statement of."""
+        return f"{self.head}\n{textwrap.indent(text, '    ')}" if self.head else text
 
 
 def dotted(node: ast.expr) -> str | None:
@@ -142,9 +149,10 @@ def statement_at(line: Line) -> Statement | None:
         return None
     found = there[0]
     lines = linecache.getlines(file)[found.lineno - 1 : found.end_lineno]
-    if lines[0][: found.col_offset].strip():  # a function or a condition on one line
+    head = lines[0].encode()[: found.col_offset].decode().strip()
+    if head and (not head.endswith(":") or len(lines) > 1):  # behind another, or at once a part of one that goes on
         return None
-    return Statement(found, tuple(line.rstrip("\n") for line in lines), file)
+    return Statement(found, tuple(line.rstrip("\n") for line in lines), file, head)
 
 
 def frame_of(line: Line, frame: FrameType | None) -> FrameType | None:

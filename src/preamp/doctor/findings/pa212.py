@@ -111,4 +111,4 @@ def in_float32(event: Absorbed) -> str | None:
         return f"{part}.float()  # after the cast of the model\n{tried}"
     statement = statement_at(event.at)
     text = None if statement is None else going_on_in_float32(statement, event.adds_tensor)
-    return None if text is None else f"{text}\n{tried}"
+    return None if text is None or statement is None else f"{statement.placed(text)}\n{tried}"

@@ -84,6 +84,8 @@ class Remedy:
                 return None
             if self.casts != "only":
                 text = f'with torch.autocast("{device}", enabled=False):\n{textwrap.indent(text, "    ")}'
+            statement = statement_at(line)
+            text = text if statement is None else statement.placed(text)
             there = "" if at is None or line[0] == at[0] else f" of {Path(str(line[0])).name}"
             texts.append(text if known else f"# in place of line {line[1]}{there}:\n{text}")
         return "\n".join(texts)
