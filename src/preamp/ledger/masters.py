@@ -12,7 +12,7 @@ entries that changed, and keeps its own bits where the written value is what the
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import reduce
 from itertools import chain, islice
@@ -40,6 +40,8 @@ class Masters:
     """Whether masters are split: the parameter, and low bits beside it, instead of a float32 copy."""
     step = 0
     """The number of the session's step, for random numbers."""
+    lowered: Collection[Parameter] = ()
+    """Parameters that came in float32, and whose 16 bits the optimizer steps."""
 
     def __init__(self) -> None:
         self._leaves: dict[Parameter, Leaf] = {}
@@ -287,17 +289,22 @@ class Masters:
             raise SessionError("grad(): the outputs do not depend on one of the inputs")
         return [reduce(torch.add, each) for each in found]
 
-    def restore(self) -> None:
-        """Give every parameter its master for good, and forget it; those that came in 16 bits keep what they hold."""
+    def restore(self) -> set[Parameter]:
+        """Give every parameter its master for good, and forget it; those that came in 16 bits stay so, and are returned.
+
+        Their optimizer steps them without a master from now on.
+        """
         self.swap_out()
         self.compare()
         for parameter, leaf in self._leaves.items():
             if parameter not in self._adopted:
                 set_data(parameter, self._in_float32(parameter, leaf))
         rebuild_reducers(self._leaves)
-        for known in (self._leaves, self._wide, self._adopted):
+        adopted, self._adopted = self._adopted, set()
+        for known in (self._leaves, self._wide):
             known.clear()
         self._every = None
+        return adopted
 
     @contextmanager
     def loading(self, named: Mapping[str, Parameter], state: Mapping[str, Any]) -> Iterator[None]:

@@ -59,10 +59,16 @@ class NoMasters(Masters):
                     parameter.copy_(other)
             del self._others[parameter]
 
-    def restore(self) -> None:
-        """Turn every lowered parameter into float32 for good."""
+    @property
+    def lowered(self) -> set[Parameter]:
+        """Those that came in float32, and are 16-bit."""
+        return {parameter for parameter, was_float in self._low.items() if was_float}
+
+    def restore(self) -> set[Parameter]:
+        """Turn every lowered parameter into float32 for good; returns these."""
         self.low()
-        for parameter in (floats := [each for each, was_float in self._low.items() if was_float]):
+        for parameter in (lowered := self.lowered):
             set_data(parameter, parameter.data.float())
-        rebuild_reducers(floats)
+        rebuild_reducers(lowered)
         self._low.clear()
+        return lowered

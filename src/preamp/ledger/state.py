@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -13,15 +13,15 @@ from torch.optim import Optimizer
 from ..sharding import held_here
 
 
-def state_like_parameters(optimizer: Optimizer) -> None:
-    """Cast an optimizer's states of its parameters' shapes to their present dtype."""
+def state_like_parameters(optimizer: Optimizer, changed: Collection[Parameter]) -> None:
+    """Cast an optimizer's states of its parameters' shapes to the dtype of those parameters that have `changed` it."""
     inner = getattr(optimizer, "optim", None)  # by which a ZeroRedundancyOptimizer steps its part
     if isinstance(inner, Optimizer):
-        state_like_parameters(inner)
+        state_like_parameters(inner, changed)
     castable = (torch.float16, torch.bfloat16, torch.float32)
     for parameter, state in optimizer.state.items():
-        if not isinstance(parameter, Tensor) or not isinstance(state, dict):
-            continue  # what some keep for all parameters, under a name
+        if parameter not in changed or not isinstance(state, dict):
+            continue
         for key, value in state.items():
             fits = isinstance(value, Tensor) and value.shape == parameter.shape and value.dtype in castable
             if fits and key != "step" and parameter.dtype in castable and value.dtype is not parameter.dtype:

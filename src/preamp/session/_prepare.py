@@ -20,7 +20,7 @@ from ..eps import safe_eps
 from ..errors import PolicyError, PreampWarning, SessionError, kind_of
 from ..formats import LOW_DTYPES, name_of
 from ..frameworks import unwrap, unwrapped
-from ..ledger import KEPT, Masters, NoMasters, SplitMasters, parameters_of, rebuild_reducers, state_like_parameters
+from ..ledger import KEPT, Masters, NoMasters, SplitMasters, parameters_of, rebuild_reducers
 from ..modules import Conversion
 from ..optim import FusedOptimizer
 from ..policy import Policy, auto_level, parse_policy
@@ -104,6 +104,11 @@ def prepare(
     plain = chosen.params is torch.float32 and all(each.kind == "none" for each in scales.values())
     shares = _share(models, optimizers, plain and not release_gradients)
     masters = masters_for(chosen, optimizers.values())
+    _warn_of_float64(models, chosen)
+    for each_optimizer in optimizers.values() if not chosen.masters else ():
+        _warn_of_rounding(each_optimizer, chosen)
+    for each_optimizer in optimizers.values():
+        _warn_of_eps(each_optimizer, chosen)
     conversions: list[Conversion] = []
     stepped = {p for each in optimizers.values() for p in parameters_of(each)} if optimizers else None
     earlier = {p: p.grad for each in optimizers.values() for p in parameters_of(each) if p.grad is not None}
@@ -130,13 +135,6 @@ def prepare(
         raise
     every = (module for each in models.values() for module in each.modules())
     _SESSIONS.update(dict.fromkeys(every, weakref.ref(session)))
-    _warn_of_float64(models, chosen)
-    for each_optimizer in optimizers.values():
-        if not chosen.masters:
-            if not isinstance(each_optimizer, FusedOptimizer):  # those have made them what they step with
-                state_like_parameters(each_optimizer)
-            _warn_of_rounding(each_optimizer, chosen)
-        _warn_of_eps(each_optimizer, chosen)
     return session
 
 

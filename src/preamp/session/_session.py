@@ -61,6 +61,9 @@ class Session:
         given: Mapping[str, Any] | None = None, earlier: Mapping[nn.Parameter, Tensor] | None = None,
         shares: bool = False, why: str | None = None, release: bool = False,
     ) -> None:  # fmt: skip
+        # first, since another session's rules may forbid it; called by close(), or at the end of a session not closed
+        self._release_kernels = weakref.finalize(self, held_kernels(policy, device_type))
+        self._release_kernels.atexit = False
         self.policy = policy
         """The policy in force."""
         self.device_type = device_type
@@ -90,9 +93,6 @@ class Session:
         self._joining = Joining(own, self._models, self._conversions, self._gradients)
         self._released = Released([o for o in own if isinstance(o, FusedOptimizer)], full) if release else None
         self._gradients.carry(earlier or {})
-        # close() calls it, and so does the end of a session that nobody closed
-        self._release_kernels = weakref.finalize(self, held_kernels(policy, device_type))
-        self._release_kernels.atexit = False
 
     # -- forward
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from functools import cache, reduce, wraps
 from itertools import chain
@@ -61,6 +61,8 @@ class OptimizerSteps:
         for each in self.optimizers:
             if isinstance(each, FusedOptimizer):
                 each.lend(masters)
+            else:
+                state_like_parameters(each, masters.lowered)
             if not hasattr(each, "_optimizer_load_state_dict_pre_hooks"):  # of a class that does not call torch's
                 Optimizer.__setstate__(each, {"defaults": getattr(each, "defaults", {})})
             self._undo.callback(each.register_load_state_dict_pre_hook(self._before_load).remove)
@@ -209,11 +211,14 @@ class OptimizerSteps:
         OPEN.discard(self)
         self._undo.close()
 
-    def take_states_back(self, masters: Mapping[Parameter, Tensor]) -> None:
-        """Call it once `masters` are back in the parameters; an optimizer keeps those of 16-bit ones."""
+    def take_states_back(self, masters: Mapping[Parameter, Tensor], changed: Collection[Parameter]) -> None:
+        """Call it once `masters` are back in the parameters; an optimizer keeps those of 16-bit ones.
+
+        `changed`: parameters that are stepped in another dtype from now on.
+        """
         for each in self.optimizers:
             own = {p: masters[p] for p in parameters_of(each) if p in masters}
-            each.lend(None, own) if isinstance(each, FusedOptimizer) else state_like_parameters(each)
+            each.lend(None, own) if isinstance(each, FusedOptimizer) else state_like_parameters(each, changed)
 
 
 class _OpenSessions:
