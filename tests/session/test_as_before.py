@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import preamp
 from preamp.errors import PolicyError, PreampWarning
 
-from .toys import LEVELS, mlp, step
+from .toys import mlp, step
 
 OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "torch": lambda params: torch.optim.Adam(params, 1e-3, eps=1e-4),
@@ -84,3 +84,114 @@ def test_states_that_an_optimizer_keeps_in_a_dtype_of_its_own(level: str) -> Non
         step(session, model, 0)
         assert {state["momentum"].dtype for state in optimizer.state.values()} == {torch.bfloat16}
     assert {state["momentum"].dtype for state in optimizer.state.values()} == {torch.bfloat16}
+
+
+class Replaced(nn.Module):
+    """A network whose head is exchanged for another one while it trains."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.head = nn.Linear(6, 8), nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (self.head if hasattr(self, "head") else self.new_head)(self.body(x))  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+@pytest.mark.parametrize("level", ["O1", "O2", "O4", "O5"])
+def test_the_module_of_a_rule_is_replaced(level: str, kind: str) -> None:
+    model = Replaced()
+    optimizer = OPTIMIZERS[kind](model.parameters())
+    with preamp.prepare(model, optimizer, policy=f"{level}; head -> full", scale=8.0) as session:
+        step(session, model, 0)
+        del model.head
+        model.new_head = nn.Linear(8, 3)
+        optimizer.add_param_group({"params": list(model.new_head.parameters())})
+        before = model.new_head.weight.detach().clone()
+        step(session, model, 1)
+        assert not torch.equal(model.new_head.weight.float(), before.float())
+        with session.full_precision():
+            model(torch.randn(2, 6))
+    assert {p.dtype for p in model.parameters()} == {torch.float32}
+    assert list(map(type, model.modules())) == [Replaced, nn.Linear, nn.Linear]
+
+
+@pytest.mark.parametrize("level", ["O1", "O2", "O4", "O5"])
+def test_a_module_that_two_rules_want_is_added(level: str) -> None:
+    model = mlp()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    session = preamp.prepare(model, optimizer, policy=f"{level}; 0|x.* -> full; 3|.*y -> low")
+    model.xy = nn.Linear(2, 2)
+    optimizer.add_param_group({"params": list(model.xy.parameters())})
+    with pytest.raises(PolicyError, match="'xy' matches several rules"), session.autocast():
+        pass
+    session.close()
+    assert {p.dtype for p in model.parameters()} == {torch.float32}
+    assert list(map(type, model.modules()))[1:3] == [nn.Linear, nn.LayerNorm]
+
+
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+@pytest.mark.parametrize("level", ["O1", "O2", "O4", "O5"])
+def test_a_lazy_module_is_added(level: str, kind: str) -> None:
+    model = mlp()
+    optimizer = OPTIMIZERS[kind](model.parameters())
+    with preamp.prepare(model, optimizer, level, scale=8.0) as session:
+        step(session, model, 0)
+        model.append(nn.LazyLinear(3))
+        with session.full_precision():
+            pass
+        with session.autocast():
+            model(torch.randn(2, 6))
+        optimizer.add_param_group({"params": list(model[-1].parameters())})
+        before = model[-1].weight.detach().clone()
+        step(session, model, 1)
+        assert not torch.equal(model[-1].weight.float(), before.float())
+    assert {p.dtype for p in model.parameters()} == {torch.float32}
+
+
+@pytest.mark.parametrize("level", ["O2", "O3", "O5"])
+def test_a_class_with_a_table_of_its_subclasses(level: str) -> None:
+    table: dict[str, type] = {}
+
+    class Listed(nn.Module):
+        def __init_subclass__(cls, *, kind: str) -> None:
+            assert kind not in table
+            table[kind] = cls
+
+    class Net(Listed, kind="net"):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer, self.norm = nn.Linear(6, 3), nn.LayerNorm(3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.norm(self.layer(x))  # type: ignore[no-any-return]
+
+    model = Net()
+    with preamp.prepare(model, torch.optim.SGD(model.parameters(), 0.1), level, scale=8.0) as session:
+        step(session, model, 0)
+    assert table == {"net": Net}
+    assert type(model) is Net
+
+
+@pytest.mark.parametrize("level", ["O2", "O3", "O5"])
+def test_a_class_that_allows_no_subclass(level: str) -> None:
+    class Final(type):
+        def __new__(kind, name: str, bases: Any, body: Any) -> Any:
+            if any(type(base) is Final for base in bases):
+                raise TypeError("a final class")
+            return super().__new__(kind, name, bases, body)
+
+    class Last(nn.Module, metaclass=Final):
+        forward = nn.Identity.forward
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("offset", torch.zeros(3))
+
+    model = nn.Sequential(nn.BatchNorm1d(6), nn.Linear(6, 3), nn.LayerNorm(3), Last())
+    optimizer = OPTIMIZERS["torch"](model.parameters())
+    before = seen(model, optimizer)
+    with pytest.raises(TypeError, match="a final class"):
+        preamp.prepare(model, optimizer, level, modules={"3": "full"})
+    after = seen(model, optimizer)
+    assert (after[0], [p[0] for p in after[1]], after[2:]) == (before[0], [p[0] for p in before[1]], before[2:])

@@ -290,9 +290,8 @@ class Masters:
         return [reduce(torch.add, each) for each in found]
 
     def restore(self) -> set[Parameter]:
-        """Give every parameter its master for good, and forget it; those that came in 16 bits stay so, and are returned.
-
-        Their optimizer steps them without a master from now on.
+        """Give every parameter its master for good, and forget it. Those that came in 16 bits stay so: it returns them,
+        which their optimizer steps without a master from now on.
         """
         self.swap_out()
         self.compare()

@@ -27,6 +27,13 @@ from ..formats import LOW_DTYPES, name_of
 from ..tree import cast_floating, map_tensors, tensors
 
 
+class _Untold(nn.Module):
+    """A base that keeps the next ones from being told of a subclass: some keep a table of theirs by name."""
+
+    def __init_subclass__(cls, **_: Any) -> None:
+        pass
+
+
 class Subclasses:
     """The subclasses of one kind, by what they are made from; each is kept while modules of it are there.
 
@@ -64,7 +71,9 @@ class Subclasses:
         body |= {**self._methods, "forward": forward}
         body |= {"__module__": original.__module__, "__doc__": original.__doc__}
         bases = (self._mixin,) if issubclass(self._mixin, original) else (original, self._mixin)  # of a bare nn.Module
-        return type(original.__name__, bases, body)
+        told = next(kind for kind in original.__mro__ if "__init_subclass__" in vars(kind))
+        untold = () if told.__module__ in ("builtins", "typing") else (_Untold,)  # it would change where Generic stands
+        return type(original.__name__, (*untold, *bases), body)
 
     def leave(self, module: nn.Module) -> None:
         """Give a module the class that it would have else, whatever was made of its class meanwhile."""

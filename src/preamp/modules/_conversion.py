@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator
+from contextlib import suppress
 from dataclasses import replace
 from operator import attrgetter
 from typing import Any
@@ -71,33 +72,38 @@ class Conversion:
         joining = [p for p in self._left if stepped is None or (p.requires_grad and p in stepped)]
         for parameter in joining:  # raises before anything is changed
             self._check(parameter, *self._left[parameter])
-        self._lower(joining)
-        for parameter in self._left:
-            self._low.adopt("", parameter)
-        self._lower_buffers(root)
-        for path, module in root.named_modules():
-            self._cast(path, module)
-            if isinstance(module, nn.RNNBase) and policy.params in LOW_DTYPES:
-                module.flatten_parameters()
-        self._own(root)
+        try:
+            self._lower(joining)
+            for parameter in self._left:
+                self._low.adopt("", parameter)
+            self._lower_buffers(root)
+            for path, module in root.named_modules():
+                self._cast(path, module)
+                if isinstance(module, nn.RNNBase) and policy.params in LOW_DTYPES:
+                    module.flatten_parameters()
+            self._own(root)
+        except BaseException:  # a class may allow no subclass
+            self.undo()
+            raise
 
     def _own(self, root: nn.Module) -> None:
         self._owned = list(root.modules())
-        self._known = set(root.parameters())
+        self._known = {p for p in root.parameters() if not isinstance(p, UninitializedParameter)}
         own(self._owned, self._keeper)
 
     def _survey(self, root: nn.Module) -> Iterator[tuple[nn.Module, nn.Parameter]]:
         """Note parameters that are not known yet as left; each with its module."""
-        self._precisions = dict(precisions_of(root, self._policy))
+        self._precisions = dict(precisions_of(root, self._policy, first=not self._owned))
         for path, module in root.named_modules():
             dtype = self._storage(module, self._precisions[path])
             for key, parameter in module._parameters.items():
                 if parameter is None or parameter in self._known:
                     continue
                 name = f"{self._prefix}{path}.{key}" if path else f"{self._prefix}{key}"
-                if isinstance(parameter, UninitializedParameter):
+                lazy = isinstance(parameter, UninitializedParameter)
+                if lazy and not self._owned:
                     raise PolicyError(f"the parameter {name} is lazy: run one batch through the model before prepare()")
-                if parameter.dtype not in _FLOATS:
+                if lazy or parameter.dtype not in _FLOATS:
                     continue
                 first, stored = self._left.setdefault(parameter, (name, dtype))
                 if stored is not dtype and not self._owned:
@@ -111,6 +117,8 @@ class Conversion:
         """Find parameters that the model has got since: those of a module that was added, and those that the removal of
         a reparametrization has made of 16-bit ones, which are float32 again when the session ends.
         """
+        if not self._owned:
+            return
         root = self._owned[0]
         if self._known.issuperset(root.parameters()):
             return
@@ -376,7 +384,7 @@ class Conversion:
 
     def undo(self) -> None:
         """Restore the model's classes and dtypes; it keeps the values that training gave it."""
-        if self._owned:
+        with suppress(PolicyError):  # of rules for a module that was added, which the next region would have told
             self._meet()
         self._low.restore()
         for module in self._changed:

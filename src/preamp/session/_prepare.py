@@ -22,7 +22,6 @@ from ..formats import LOW_DTYPES, name_of
 from ..frameworks import unwrap, unwrapped
 from ..ledger import KEPT, Masters, NoMasters, SplitMasters, parameters_of, rebuild_reducers
 from ..modules import Conversion
-from ..optim import FusedOptimizer
 from ..policy import Policy, auto_level, parse_policy
 from ..scaling import LOG, LossScale, loss_scale
 from ..sharding import flat_group, reshard
