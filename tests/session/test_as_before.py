@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -11,9 +12,11 @@ import torch
 from torch import Tensor, nn
 
 import preamp
-from preamp.errors import PolicyError, PreampWarning
+from preamp.autocast import PRODUCTS, REGISTRY
+from preamp.errors import PolicyError, PreampWarning, SessionError
 
-from .toys import mlp, step
+from ..rows import over
+from .toys import LEVELS, mlp, same, step, weights
 
 OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "torch": lambda params: torch.optim.Adam(params, 1e-3, eps=1e-4),
@@ -195,3 +198,76 @@ def test_a_class_that_allows_no_subclass(level: str) -> None:
         preamp.prepare(model, optimizer, level, modules={"3": "full"})
     after = seen(model, optimizer)
     assert (after[0], [p[0] for p in after[1]], after[2:]) == (before[0], [p[0] for p in before[1]], before[2:])
+
+
+@pytest.mark.parametrize("level", ["O1", "O2", "O4", "O5"])
+def test_a_region_that_is_entered_after_its_session(level: str) -> None:
+    model = mlp()
+    session = preamp.prepare(model, torch.optim.SGD(model.parameters(), 0.1), level)
+    region = session.autocast()
+    session.close()
+    with pytest.raises(SessionError, match="closed"), region:
+        pass
+    assert not REGISTRY.stamp and not PRODUCTS._libraries and not torch.is_autocast_enabled("cpu")
+
+
+class Counts(nn.Module):
+    """Counts its calls in a buffer, which two of them may share."""
+
+    def __init__(self, count: Tensor) -> None:
+        super().__init__()
+        self.layer = nn.Linear(6, 6)
+        self.register_buffer("count", count)
+        self.count: Tensor
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.count += 1
+        return self.layer(x)  # type: ignore[no-any-return]
+
+
+@over(level=["O1", "O2", "O3", "O5"], dtype=[torch.float32, torch.float16])
+def test_a_buffer_of_two_modules(level: str, dtype: torch.dtype) -> None:
+    count = torch.zeros(2, dtype=dtype)
+    model = nn.Sequential(Counts(count), Counts(count))
+    with preamp.prepare(model, torch.optim.SGD(model.parameters(), 0.1), level, scale=8.0) as session:
+        step(session, model, 0)
+        assert model[0].count.tolist() == model[1].count.tolist() == [2, 2]
+        with session.full_precision():
+            model(torch.randn(2, 6))
+        step(session, model, 1)
+    assert model[0].count is model[1].count is count
+    assert count.tolist() == [6, 6] and count.dtype is dtype
+
+
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+@pytest.mark.parametrize("level", LEVELS)
+def test_an_optimizer_is_copied_with_its_model(level: str, kind: str) -> None:
+    model = mlp()
+    optimizer = OPTIMIZERS[kind](model.parameters())
+    with preamp.prepare(model, optimizer, level, scale=8.0) as session:
+        step(session, model, 0)
+        copies = [copy.deepcopy((model, optimizer)), copy.deepcopy((optimizer, model))[::-1]]
+    for copied, stepping in copies:
+        own = [p for group in stepping.param_groups for p in group["params"]]
+        assert list(map(id, own)) == list(map(id, copied.parameters()))
+        before = weights(copied)
+        with preamp.prepare(copied, stepping, level, scale=8.0) as session:
+            step(session, copied, 1)
+        assert not same(before, weights(copied))
+
+
+@over(level=["O1", "O2", "O4", "O5"])
+def test_gradients_in_full_precision_of_what_only_the_optimizer_has(level: str) -> None:
+    model, weight = mlp(), nn.Parameter(torch.ones(()))
+    optimizer = torch.optim.SGD([*model.parameters(), weight], 0.1)
+    x = torch.randn(4, 6)
+    with preamp.prepare(model, optimizer, level, scale=2.0**10) as session:
+        with session.autocast():
+            loss = (model(x).float().square().mean() * weight).square()
+        session.backward(loss)
+        assert weight.grad is not None
+        before = weight.grad.clone()
+        with session.full_precision():
+            assert weight.grad is None
+            (model(x).square().mean() * weight).backward()
+        assert torch.equal(weight.grad, before)

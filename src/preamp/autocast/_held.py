@@ -21,6 +21,11 @@ class HeldKernels(ABC):
         self._libraries: dict[str, torch.library.Library] = {}
         self._lock = threading.RLock()
 
+    @property
+    def is_held(self) -> bool:
+        """Whether somebody holds the kernels."""
+        return bool(self._holders)
+
     def hold(self, holder: object) -> None:
         """Have the kernels in the dispatcher until `release(holder)`."""
         with self._lock:

@@ -60,10 +60,11 @@ class Registry:
 
     def enter(self, rules: OpRules | None, device_type: str, lingering: bool) -> int:
         """Rules for a region. They stay after it, since its backward may recompute: `lingering` until `uninstall()`,
-        else as long as the session that holds them. Returns the rules' number.
+        else as long as the session that holds them; nothing happens once that is closed. Returns the rules' number.
         """
         with self._lock:
-            self._ensure(rules, device_type)
+            if lingering or self._holders:
+                self._ensure(rules, device_type)
             self._lingering |= lingering
             return self._number
 

@@ -110,8 +110,8 @@ class Casting:
     """The dtype of a region that a whole model enters where there is none, since float32 buffers meet its weights."""
     keeper: weakref.ref[Any] | None = None
     """Refers to the keeper of a whole model's masters, which knows whether some are in the places of weights now."""
-    around: Callable[[], Any] | None = None
-    """Makes a context for each call of a whole model."""
+    around: Callable[[nn.Module], Any] | None = None
+    """Makes a context for each call of a whole model; a function of a module, as it is pickled with the model."""
     copies: Callable[[nn.Module], Mapping[Any, Tensor] | None] | None = None
     """Gives copies of the masters of a whole model, which a copy of it has for weights; None without its session."""
 
@@ -164,7 +164,8 @@ def _forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         _tell_foreign_region(casting.computes, casting.device_type, self)
     if (low := casting.inputs) is not None:
         args, kwargs = tuple([cast_floating(each, low) for each in args]), kwargs and cast_floating(kwargs, low)
-    with _region(region, self, came_in, args, kwargs), nullcontext() if casting.around is None else casting.around():
+    around = nullcontext() if casting.around is None else casting.around(self)
+    with _region(region, self, came_in, args, kwargs), around:
         compute = _normed_with_wide_weights if casting.wide_weights else original
         result = compute(self, *args, **kwargs)
     outputs = came_in.dtype if casting.outputs_as_inputs and came_in is not None else casting.outputs
@@ -179,7 +180,7 @@ def _reduce_ex(self: Any, protocol: Any) -> Any:
     make, args, *rest = plain.__reduce_ex__(min(protocol, 1))  # newer forms insist on the pickled object's own class
     if not self._preamp_casting.stays:
         return make, args, *rest
-    return _unpickled, (replace(self._preamp_casting, around=None, copies=None, keeper=None), make, args), *rest
+    return _unpickled, (replace(self._preamp_casting, copies=None, keeper=None), make, args), *rest
 
 
 def _unpickled(casting: Casting, make: Callable[..., nn.Module], args: tuple[Any, ...]) -> nn.Module:
@@ -215,6 +216,9 @@ def _deepcopy(self: Any, memo: dict[Any, Any]) -> Any:
         for each in (*self.parameters(), *self.buffers()):
             if each in masters or each.dtype in LOW_DTYPES:
                 wide = masters[each] if each in masters else each.detach().float()
+                if id(each) in memo:  # its optimizer's copy, which came first, has it
+                    memo[id(each)].data = wide
+                    continue
                 memo[id(each)] = nn.Parameter(wide, each.requires_grad) if isinstance(each, nn.Parameter) else wide
         memo[_PLAIN] = True  # until this one is copied
         try:

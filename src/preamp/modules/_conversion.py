@@ -45,7 +45,7 @@ class Conversion:
 
     def __init__(
         self, model: nn.Module, policy: Policy, keeper: Masters, prefix: str = "",
-        around: Callable[[], Any] | None = None, stepped: Collection[nn.Parameter] | None = None,
+        around: Callable[[nn.Module], Any] | None = None, stepped: Collection[nn.Parameter] | None = None,
         copies: Callable[[nn.Module], Any] | None = None,
     ) -> None:  # fmt: skip
         self._policy, self._keeper, self._prefix, self._around, self._copies = policy, keeper, prefix, around, copies
@@ -206,7 +206,8 @@ class Conversion:
                 if buffer is None or buffer.dtype is not torch.float32 or dtype not in LOW_DTYPES:
                     continue
                 if not self._policy.has_regions or is_norm(module):
-                    low = buffer.to(dtype)
+                    low = next((low for _, _, full, low in self._buffers if full is buffer), None)  # another has it
+                    low = buffer.to(dtype) if low is None else low
                     module._buffers[key] = low
                     self._buffers.append((module, key, buffer, low))
                 else:  # a counter or an average would stop moving, and frequencies become other angles
@@ -355,7 +356,9 @@ class Conversion:
         """
         self._low.full()
         each = ((module, key, buffer) for module in self._owned for key, buffer in module._buffers.items())
-        low = [(m, key, b.float(), b) for m, key, b in each if b is not None and b.dtype in LOW_DTYPES]
+        made: dict[int, Tensor] = {}  # several may have one
+        found = [(m, key, b) for m, key, b in each if b is not None and b.dtype in LOW_DTYPES]
+        low = [(m, key, made.setdefault(id(b), b.float()), b) for m, key, b in found]
         self._low_buffers += low
         for module, key, full, _ in low:
             module._buffers[key] = full
@@ -365,9 +368,13 @@ class Conversion:
         self._buffers = [entry for entry in self._buffers if entry[1] in entry[0]._buffers]
         for module, key, full, low in self._buffers:
             now = module._buffers[key]
-            # by value: batch norm writes its statistics without counting their version up
-            untouched = now is low and torch.equal(low, full.to(low.device, low.dtype))
-            module._buffers[key] = full if untouched else (None if now is None else now.float())
+            if now is low and now.shape == full.shape:
+                # by value: batch norm writes its statistics without counting their version up
+                if not torch.equal(low, full.to(low.device, low.dtype)):
+                    full.copy_(low)
+                module._buffers[key] = full
+            else:
+                module._buffers[key] = None if now is None else now.float()
 
     def to_low(self) -> None:
         """Undo `to_float`, as far as it came."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 import weakref
+from collections import Counter
 from collections.abc import Iterable, Mapping, MutableMapping, Sequence
 from typing import Any
 
@@ -231,6 +232,13 @@ def _check_parameters(models: Mapping[str, nn.Module], optimizers: Mapping[str, 
     known = {p: path for path, p in named_parameters(models)}
     for name, optimizer in optimizers.items():
         own = list(parameters_of(optimizer))
+        twice = next((p for p, count in Counter(own).items() if count > 1), None)
+        if twice is not None:
+            raise SessionError(
+                f"{_called(name, optimizer)} has the parameter {known.get(twice, 'given')!r} twice, as lists of the "
+                "parameters of two modules have one that these share: each step would unscale and step it twice. Make "
+                "the optimizer with each parameter once: list(dict.fromkeys(parameters))"
+            )
         if not known and own:
             raise SessionError(
                 f"the model ({', '.join(type(each).__name__ for each in models.values())}) has no parameters, and "

@@ -78,7 +78,7 @@ class Session:
         own = list(optimizers.values())
         self._gradients = Gradients(masters, own, device_type, group)
         self._pending = PendingScales(losses, self._gradients, own)
-        self._full = full = FullPrecision(models.values(), masters, conversions)
+        self._full = full = FullPrecision(models.values(), own, masters, conversions)
         self._steps = OptimizerSteps(own, self._gradients, masters, losses, self._pending, full, conversions, skip)
         self._steps.wrappers = {optimizers[k]: v for k, v in (given or {}).items() if v is not optimizers[k]}
         self._steps.follow(self._steps.wrappers.values())
