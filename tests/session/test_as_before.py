@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import threading
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -271,3 +272,46 @@ def test_gradients_in_full_precision_of_what_only_the_optimizer_has(level: str) 
             assert weight.grad is None
             (model(x).square().mean() * weight).backward()
         assert torch.equal(weight.grad, before)
+
+
+class Locked(nn.Module):
+    """Has something that cannot be copied, and says what is to be."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.lock = nn.Linear(6, 3), threading.Lock()
+
+    def forward(self, x: Tensor) -> Tensor:
+        with self.lock:
+            return self.layer(x)  # type: ignore[no-any-return]
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in self.__dict__.items() if name != "lock"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self.lock = threading.Lock()
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_a_copy_of_what_a_model_says_is_to_be_copied(level: str) -> None:
+    model = Locked()
+    with preamp.prepare(model, torch.optim.SGD(model.parameters(), 0.1), level, scale=8.0) as session:
+        step(session, model, 0)
+        copied = copy.deepcopy(model)
+        x = torch.randn(2, 6)
+        with session.full_precision():
+            assert torch.equal(copied(x).float(), model(x)) or level == "O3"  # whose copies are 16-bit
+
+
+@pytest.mark.parametrize("level", ["O1", "O2", "O4", "O5"])
+def test_a_state_that_torch_does_not_load(level: str) -> None:
+    model = mlp()
+    optimizer = OPTIMIZERS["torch"](model.parameters())
+    with preamp.prepare(model, optimizer, level, scale=8.0) as session:
+        step(session, model, 0)
+        before = [p.dtype for p in model.parameters()]
+        with pytest.raises(KeyError, match="state"):
+            optimizer.load_state_dict({"param_groups": optimizer.state_dict()["param_groups"]})
+        assert [p.dtype for p in model.parameters()] == before
+        step(session, model, 1)

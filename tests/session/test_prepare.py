@@ -220,3 +220,11 @@ def test_a_parameter_that_an_optimizer_has_twice_is_refused(level: str) -> None:
     with pytest.raises(SessionError, match=r"has the parameter '0\.weight' twice"):
         preamp.prepare(model, optimizer, level)
     preamp.prepare(model, torch.optim.SGD(dict.fromkeys(every), 0.1), level).close()
+
+
+def test_one_scale_for_two_losses_is_refused() -> None:
+    model, scale = mlp(), preamp.DynamicScale()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    for given in (scale, {"d": scale, "g": scale}):
+        with pytest.raises(PolicyError, match="several losses"):
+            preamp.prepare(model, optimizer, "O1", losses=("d", "g"), scale=given)

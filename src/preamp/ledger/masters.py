@@ -12,7 +12,7 @@ entries that changed, and keeps its own bits where the written value is what the
 from __future__ import annotations
 
 import weakref
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import reduce
 from itertools import chain, islice
@@ -40,8 +40,6 @@ class Masters:
     """Whether masters are split: the parameter, and low bits beside it, instead of a float32 copy."""
     step = 0
     """The number of the session's step, for random numbers."""
-    lowered: Collection[Parameter] = ()
-    """Parameters that came in float32, and whose 16 bits the optimizer steps."""
 
     def __init__(self) -> None:
         self._leaves: dict[Parameter, Leaf] = {}
@@ -70,6 +68,11 @@ class Masters:
     def among(self, parameters: Iterable[Parameter]) -> list[Parameter]:
         """Select the parameters that have a master."""
         return [parameter for parameter in parameters if parameter in self] if self._leaves else []
+
+    @property
+    def lowered(self) -> set[Parameter]:
+        """Parameters that came in float32, and whose 16 bits the optimizer steps."""
+        return set()
 
     def lower(self, name: str, parameter: Parameter, dtype: torch.dtype) -> None:
         """Turn a float32 parameter into a low one; its present data becomes the master."""

@@ -233,11 +233,17 @@ def _deepcopy(self: Any, memo: dict[Any, Any]) -> Any:
     else:
         clone = object.__new__(kind)
         memo[id(self)] = clone
-        clone.__dict__.update(copy.deepcopy(self.__dict__, memo))
+        clone.__setstate__(copy.deepcopy(_state_of(self), memo))
     clone.__dict__.pop("_preamp_casting", None)
     if kind is type(self):
         clone.__dict__["_preamp_casting"] = casting
     return clone
+
+
+def _state_of(module: Any) -> Any:
+    """What a module gives to be copied: all that it has, unless its class says what."""
+    given = getattr(type(module), "__getstate__", None)
+    return module.__dict__ if given is getattr(object, "__getstate__", None) else module.__getstate__()
 
 
 def _widened(tensor: Tensor) -> Tensor:

@@ -187,9 +187,10 @@ def _scales(policy: Policy, losses: Sequence[str], scale: Any) -> dict[str, Loss
     if not names or len(set(names)) != len(names):
         raise PolicyError(f"losses={losses!r}: give each loss one name of its own")
     wanted = {name: scale[name] if isinstance(scale, Mapping) else scale for name in names}
-    if isinstance(scale, LossScale) and len(names) > 1:
+    made = {name: loss_scale(policy.scale if value is None else value) for name, value in wanted.items()}
+    if len(set(map(id, made.values()))) < len(made):
         raise PolicyError("one LossScale object cannot serve several losses: write scale={'d': ..., 'g': ...}")
-    return {name: loss_scale(policy.scale if value is None else value) for name, value in wanted.items()}
+    return made
 
 
 def _check_kinds(models: dict[str, Any], optimizers: dict[str, Any]) -> None:

@@ -194,7 +194,8 @@ class OptimizerSteps:
 
     def _before_load(self, optimizer: Optimizer, state: Any) -> None:
         """Torch casts loaded state to the parameters' dtype: let it find float32 masters, not 16-bit parameters."""
-        if [len(g["params"]) for g in optimizer.param_groups] != [len(g["params"]) for g in state["param_groups"]]:
+        here, there = ([len(g["params"]) for g in groups] for groups in (optimizer.param_groups, state["param_groups"]))
+        if here != there or not isinstance(state.get("state"), Mapping):
             return  # torch refuses it, and masters would never be swapped out
         if not self._full.depth:
             self._gradients.rest()
