@@ -162,7 +162,7 @@ def widened(model: object = None) -> Any:
     If nobody holds them (any more), as where a whole model was loaded in another process, that `model` does.
     """
     if not torch.compiler.is_compiling():
-        if model is not None and not PRODUCTS.is_held:
+        if model is not None and not PRODUCTS._holders:
             PRODUCTS.hold_while(model)
         return _Widened()
     _install_for_tracing()
