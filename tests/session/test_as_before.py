@@ -315,3 +315,18 @@ def test_a_state_that_torch_does_not_load(level: str) -> None:
             optimizer.load_state_dict({"param_groups": optimizer.state_dict()["param_groups"]})
         assert [p.dtype for p in model.parameters()] == before
         step(session, model, 1)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_states_of_a_16_bit_model_follow_its_masters(dtype: torch.dtype) -> None:
+    model = mlp(norm=False).to(dtype)
+    optimizer = OPTIMIZERS["torch"](model.parameters())
+    x = torch.randn(4, 6)
+    level = "O2" if dtype is torch.float16 else "O5"
+    for _ in range(2):
+        with preamp.prepare(model, optimizer, level, scale=8.0) as session:
+            step(session, model, 0)
+            assert {state["exp_avg"].dtype for state in optimizer.state.values() if state} == {torch.float32}
+        assert {state["exp_avg"].dtype for state in optimizer.state.values() if state} == {dtype}
+        model(x.to(dtype)).float().square().mean().backward()
+        optimizer.step()

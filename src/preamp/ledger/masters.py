@@ -70,9 +70,9 @@ class Masters:
         return [parameter for parameter in parameters if parameter in self] if self._leaves else []
 
     @property
-    def lowered(self) -> set[Parameter]:
-        """Parameters that came in float32, and whose 16 bits the optimizer steps."""
-        return set()
+    def recast(self) -> dict[Parameter, torch.dtype]:
+        """The dtypes in which parameters are stepped now, of those that were stepped in another one before."""
+        return dict.fromkeys(self._adopted, torch.float32)
 
     def lower(self, name: str, parameter: Parameter, dtype: torch.dtype) -> None:
         """Turn a float32 parameter into a low one; its present data becomes the master."""
@@ -292,9 +292,10 @@ class Masters:
             raise SessionError("grad(): the outputs do not depend on one of the inputs")
         return [reduce(torch.add, each) for each in found]
 
-    def restore(self) -> set[Parameter]:
-        """Give every parameter its master for good, and forget it. Those that came in 16 bits stay so: it returns them,
-        which their optimizer steps without a master from now on.
+    def restore(self) -> dict[Parameter, torch.dtype]:
+        """Give every parameter its master for good, and forget it; those that came in 16 bits keep what they hold.
+
+        Returns the dtypes in which parameters of `recast` are stepped from now on.
         """
         self.swap_out()
         self.compare()
@@ -302,11 +303,11 @@ class Masters:
             if parameter not in self._adopted:
                 set_data(parameter, self._in_float32(parameter, leaf))
         rebuild_reducers(self._leaves)
-        adopted, self._adopted = self._adopted, set()
-        for known in (self._leaves, self._wide):
+        stepped = {parameter: parameter.dtype for parameter in self._adopted}
+        for known in (self._leaves, self._wide, self._adopted):
             known.clear()
         self._every = None
-        return adopted
+        return stepped
 
     @contextmanager
     def loading(self, named: Mapping[str, Parameter], state: Mapping[str, Any]) -> Iterator[None]:

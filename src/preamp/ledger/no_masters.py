@@ -60,15 +60,16 @@ class NoMasters(Masters):
             del self._others[parameter]
 
     @property
-    def lowered(self) -> set[Parameter]:
-        """Those that came in float32, and are 16-bit."""
-        return {parameter for parameter, was_float in self._low.items() if was_float}
+    def recast(self) -> dict[Parameter, torch.dtype]:
+        """The dtypes of parameters that came in float32, and are 16-bit."""
+        return {parameter: parameter.dtype for parameter, was_float in self._low.items() if was_float}
 
-    def restore(self) -> set[Parameter]:
-        """Turn every lowered parameter into float32 for good; returns these."""
+    def restore(self) -> dict[Parameter, torch.dtype]:
+        """Turn every lowered parameter into float32 for good."""
         self.low()
-        for parameter in (lowered := self.lowered):
+        lowered = dict.fromkeys(self.recast, torch.float32)
+        for parameter in lowered:
             set_data(parameter, parameter.data.float())
-        rebuild_reducers(lowered)
+        rebuild_reducers(lowered.keys())
         self._low.clear()
         return lowered

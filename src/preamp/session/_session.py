@@ -291,13 +291,13 @@ class Session:
             The norm before, 0-d float32; not finite if the step will be skipped.
         """
         self._needs_gradients("clip_grad_norm_()")
-        checks.check_limit("clip_grad_norm_", max_norm)
+        most, order = checks.check_limit("clip_grad_norm_", max_norm), float(norm_type)
         chosen = checks.selected(self._optimizers, optimizer)
         self._order.check_clip("clip_grad_norm_", chosen, self._shares)
         with _OutsideRegions():
             for each in chosen:
                 self._steps.read(each)
-            return self._gradients.clip_by_norm(chosen, max_norm, norm_type, at_once=self._shares)
+            return self._gradients.clip_by_norm(chosen, most, order, at_once=self._shares)
 
     @uncompiled
     def clip_grad_value_(self, clip_value: float, *, optimizer: Optimizer | None = None) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from functools import cache, reduce, wraps
 from itertools import chain
@@ -21,7 +21,7 @@ from ..errors import SessionError
 from ..formats import LOW_DTYPES
 from ..frameworks import framework_hooks, replaced, tell_skipped, unwrap
 from ..kernels import Reading, present_in
-from ..ledger import Gradients, Masters, Record, parameters_of, state_like_parameters
+from ..ledger import Gradients, Masters, Record, cast_states, parameters_of
 from ..modules import Conversion
 from ..optim import FusedOptimizer
 from ..sharding import held_here
@@ -62,7 +62,7 @@ class OptimizerSteps:
             if isinstance(each, FusedOptimizer):
                 each.lend(masters)
             else:
-                state_like_parameters(each, masters.lowered)
+                cast_states(each, masters.recast)
             if not hasattr(each, "_optimizer_load_state_dict_pre_hooks"):  # of a class that does not call torch's
                 Optimizer.__setstate__(each, {"defaults": getattr(each, "defaults", {})})
             self._undo.callback(each.register_load_state_dict_pre_hook(self._before_load).remove)
@@ -212,14 +212,14 @@ class OptimizerSteps:
         OPEN.discard(self)
         self._undo.close()
 
-    def take_states_back(self, masters: Mapping[Parameter, Tensor], changed: Collection[Parameter]) -> None:
+    def take_states_back(self, masters: Mapping[Parameter, Tensor], dtypes: Mapping[Parameter, torch.dtype]) -> None:
         """Call it once `masters` are back in the parameters; an optimizer keeps those of 16-bit ones.
 
-        `changed`: parameters that are stepped in another dtype from now on.
+        `dtypes`: what `Masters.restore` returned.
         """
         for each in self.optimizers:
             own = {p: masters[p] for p in parameters_of(each) if p in masters}
-            each.lend(None, own) if isinstance(each, FusedOptimizer) else state_like_parameters(each, changed)
+            each.lend(None, own) if isinstance(each, FusedOptimizer) else cast_states(each, dtypes)
 
 
 class _OpenSessions:
