@@ -23,6 +23,7 @@ from ..formats import LOW_DTYPES, name_of
 from ..frameworks import unwrap, unwrapped
 from ..ledger import KEPT, Masters, NoMasters, SplitMasters, parameters_of, rebuild_reducers
 from ..modules import Conversion
+from ..optim import FusedOptimizer
 from ..policy import Policy, auto_level, parse_policy
 from ..scaling import LOG, LossScale, loss_scale
 from ..sharding import flat_group, reshard
@@ -91,6 +92,9 @@ def prepare(
         raise SessionError("prepare() in torch.inference_mode(): torch trains no tensor made there. Call it outside")
     optimizers = {name: unwrap(each) for name, each in given.items()}
     _check_kinds(models, optimizers)
+    for each_optimizer in optimizers.values():
+        if isinstance(each_optimizer, FusedOptimizer):
+            each_optimizer.leave_lost()
     reshard(models.values())
     if skip not in SKIPS:
         raise SessionError(f"skip={skip!r}: write one of {', '.join(map(repr, SKIPS))}")

@@ -65,8 +65,8 @@ class OptimizerSteps:
                 cast_states(each, masters.recast)
             if not hasattr(each, "_optimizer_load_state_dict_pre_hooks"):  # of a class that does not call torch's
                 Optimizer.__setstate__(each, {"defaults": getattr(each, "defaults", {})})
-            self._undo.callback(each.register_load_state_dict_pre_hook(self._before_load).remove)
-            self._undo.callback(each.register_load_state_dict_post_hook(self._after_load).remove)
+            self._undo.callback(each.register_load_state_dict_pre_hook(_weak(self._before_load)).remove)
+            self._undo.callback(each.register_load_state_dict_post_hook(_weak(self._after_load)).remove)
             for name in modes_of(each):
                 self._undo.enter_context(replaced(each, name, self._in_float32(each, name)))
         OPEN.add(self)
@@ -260,6 +260,17 @@ class _OpenSessions:
 
 
 OPEN = _OpenSessions()
+
+
+def _weak(method: Callable[..., None]) -> Callable[..., None]:
+    """A hook for an optimizer that does not keep a session, which its user may have lost, open."""
+    known = weakref.WeakMethod(method)
+
+    def call(*args: Any) -> None:
+        if (alive := known()) is not None:
+            alive(*args)
+
+    return call
 
 
 def modes_of(optimizer: Optimizer) -> tuple[str, ...]:
