@@ -25,14 +25,14 @@ from typing import Any
 import torch
 
 import preamp
-from preamp.autocast import PRODUCTS, REGISTRY
+from preamp.autocast import PRODUCTS
 from preamp.demo._trial import make_optimizer, saved_bytes
 from preamp.formats import cpu_multiplies
 from preamp.machine import environment
 from preamp.zoo import TASKS, Task
 
 from .harness import Setting
-from .race import Entry, Step, keep_heap, race
+from .race import Entry, Step, keep_heap, race, without_rules
 
 LEVELS = ("O1", "O2", "O4", "O5")
 TORCH = {"torch.amp bf16": torch.bfloat16, "torch.amp fp16": torch.float16}
@@ -117,7 +117,7 @@ def row_of(task: Task, rounds: int, say: Callable[[str], None]) -> dict[str, Any
         def make(stack: contextlib.ExitStack) -> Step:
             return stack.enter_context(contextlib.closing(Trainer(task, name))).step
 
-        return Entry(name, make, contextlib.nullcontext if name in LEVELS else REGISTRY.away, before=1, number=STEPS)
+        return Entry(name, make, contextlib.nullcontext if name in LEVELS else without_rules, before=1, number=STEPS)
 
     found = race([entry(name) for name in CONTENDERS], Setting(device=torch.device("cpu"), rounds=rounds))
     assert not PRODUCTS._libraries

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from preamp.autocast import PRODUCTS, REGISTRY, VMAPPED
 from preamp.machine import seconds_now
 
 from .harness import Setting
@@ -158,3 +159,24 @@ def keep_heap() -> bool:
     except (OSError, AttributeError, TypeError):
         return False
     return bool(mallopt(mmap_threshold, 32 << 20) and mallopt(trim_threshold, 1 << 30))  # 32 MiB: the most it takes
+
+
+@contextmanager
+def without_rules() -> Iterator[None]:
+    """Inside, the dispatcher has no kernels of preamp, although sessions are open."""
+    rules, devices, lingering = REGISTRY.rules, list(REGISTRY._libraries), REGISTRY._lingering
+    REGISTRY._clear()
+    held: list[tuple[Any, set[object]]] = [(kernels, kernels._holders) for kernels in (PRODUCTS, VMAPPED)]
+    for kernels, _ in held:
+        kernels._holders = set()
+        kernels._clear()
+    try:
+        yield
+    finally:
+        REGISTRY._clear()
+        for kernels, holders in held:
+            kernels._holders |= holders
+            kernels.install()
+        for device_type in devices:
+            REGISTRY._ensure(rules, device_type)
+        REGISTRY._lingering = lingering

@@ -5,12 +5,16 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+
+import preamp
+from preamp.errors import CheckpointError
 
 from ..rows import over
 from ..session.toys import loss_of
@@ -283,3 +287,28 @@ def test_two_sessions_in_threads(pair: tuple[str, str]) -> None:
     assert not failures, failures
     for run, twin in zip(runs, twins, strict=True):
         assert alike(run.state(), twin.state())
+
+
+class FailsAlways:
+    """An object that cannot be loaded, and not put back either."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state: Any) -> None:
+        raise RuntimeError("it does not load")
+
+
+@pytest.mark.parametrize("level", ["O1", "O2", "O4", "O5"])
+def test_what_fails_twice_keeps_nothing_else_from_being_put_back(level: str, tmp_path: Path) -> None:
+    model = nn.Linear(6, 3)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    with preamp.prepare(model, optimizer, level) as session:
+        preamp.checkpoint.save(tmp_path / "last.pt", model, optimizer=optimizer, session=session, other={"a": 1})
+        with session.full_precision(values_only=True), torch.no_grad():
+            model.weight.zero_()
+        with pytest.raises(CheckpointError, match="it does not load"):
+            preamp.checkpoint.load(
+                tmp_path / "last.pt", model, optimizer=optimizer, session=session, other=FailsAlways()
+            )
+        assert not model.weight.any()

@@ -354,3 +354,36 @@ def test_weights_written_after_masters_were_loaded(mine: str) -> None:
     other.grad = torch.zeros_like(other)
     fresh.step()
     torch.testing.assert_close(fresh.state[other]["master"], weight.detach().float(), rtol=2**-7, atol=2e-3)
+
+
+class OfItsOwn(nn.Module):
+    """A model whose `state_dict` takes no arguments."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(6, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x)  # type: ignore[no-any-return]
+
+    def state_dict(self) -> dict[str, Any]:  # type: ignore[override]
+        return {"weight": self.layer.weight.detach().clone()}
+
+    def load_state_dict(self, state: Any) -> None:  # type: ignore[override]
+        with torch.no_grad():
+            self.layer.weight.copy_(state["weight"])
+
+
+@pytest.mark.parametrize("level", ["O1", "O2", "O4", "O5"])
+def test_a_model_with_a_state_of_its_own(level: str, tmp_path: Path) -> None:
+    model = OfItsOwn()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    with preamp.prepare(model, optimizer, level) as session:
+        with session.full_precision(values_only=True):
+            wanted = model.layer.weight.detach().clone()
+        preamp.checkpoint.save(tmp_path / "own.pt", model, optimizer=optimizer, session=session)
+        with torch.no_grad():
+            model.layer.weight.zero_()
+        saved = preamp.checkpoint.load(tmp_path / "own.pt", model, optimizer=optimizer, session=session)
+        assert torch.equal(saved["model"]["weight"], wanted)
+    assert torch.equal(model.layer.weight, wanted)

@@ -235,3 +235,19 @@ def test_numbers_that_torchs_scaler_takes(given: dict[str, Any]) -> None:
         assert preamp.GradScaler("cpu", **given).get_growth_interval() == 2  # torch's fails at its first update
     else:
         assert trajectory(preamp.GradScaler) == trajectory(torch.amp.GradScaler)
+
+
+class OfMine(DynamicScale):
+    """A schedule whose constructor takes other arguments."""
+
+    def __init__(self, bits: int) -> None:
+        super().__init__(2.0**bits, growth_interval=1e3, patience=7)  # type: ignore[arg-type]
+
+
+def test_a_schedule_with_a_constructor_of_its_own_is_restored() -> None:
+    scale, other = OfMine(4), OfMine(10)
+    for found in (0.0, 1.0, 0.0):
+        scale.after_step(torch.tensor(found))
+    other.load_state_dict(scale.state_dict())
+    assert other.state_dict() == scale.state_dict()
+    assert (scale.state_dict()["scale"], scale.state_dict()["growth_interval"]) == (8.0, 1000)

@@ -21,7 +21,7 @@ import preamp
 from preamp.errors import PreampWarning, SessionError
 
 from ..rows import over
-from .toys import LEVELS, batch, loss_of, mlp, same, weights
+from .toys import LEVELS, batch, loss_of, mlp, same, step, weights
 
 T = TypeVar("T")
 
@@ -140,6 +140,24 @@ def test_a_copy_of_a_prepared_model_may_be_prepared(level: str) -> None:
             assert not same(weights(best), weights(model))
         assert [p.dtype for p in best.parameters()] == dtypes
         assert [type(m) for m in best.modules()] == [type(m) for m in mlp().modules()]
+
+
+@pytest.mark.parametrize("make", [torch.optim.SGD, preamp.optim.SGD])
+@pytest.mark.parametrize("level", LEVELS)
+def test_an_optimizer_whose_session_was_lost_may_be_prepared_anew(level: str, make: Any) -> None:
+    model = mlp()
+    optimizer = make(model.parameters(), 0.1)
+    for _ in range(2):
+        session = preamp.prepare(model, optimizer, level, scale=8.0)
+        step(session, model, 0)
+        optimizer.load_state_dict(optimizer.state_dict())
+        del session
+        gc.collect()
+        optimizer.load_state_dict(optimizer.state_dict())
+    before = weights(model)
+    with preamp.prepare(model, optimizer, level, scale=8.0) as session:
+        step(session, model, 1)
+    assert not same(before, weights(model))
 
 
 def test_a_model_whose_session_was_lost_may_be_prepared_anew() -> None:

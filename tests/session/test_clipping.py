@@ -148,3 +148,15 @@ def test_a_limit_is_a_number_that_is_not_negative(limit: Any) -> None:
         for taken in (torch.tensor(0.5), np.float32(0.5), 1, math.inf):
             assert float(session.clip_grad_norm_(taken)) > 0
         assert not session.step().skipped
+
+
+@pytest.mark.parametrize("level", ["O1", "O2", "O4", "O5"])
+def test_limits_and_orders_that_torch_takes(level: str) -> None:
+    norms, model = [], mlp()
+    with preamp.prepare(model, torch.optim.SGD(model.parameters(), 0.0), level, scale=8.0) as session:
+        for most, order in ((0.5, float("inf")), (torch.tensor([0.5]), "inf")):
+            backward(session, model, 0)
+            norms.append(session.clip_grad_norm_(most, order))  # type: ignore[arg-type]
+            session.step()
+            session.zero_grad()
+    assert norms[0] == norms[1] > 0

@@ -207,3 +207,24 @@ def test_gradients_from_before_a_session_get_the_dtype_of_its_parameters(level: 
     with preamp.prepare(model, optimizer, policy=level):
         assert {p.grad is not None and p.grad.dtype is p.dtype for p in model.parameters()} == {True}
     torch.testing.assert_close([p.grad for p in model.parameters()], wanted, rtol=0.01, atol=1e-4)
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_a_parameter_that_an_optimizer_has_twice_is_refused(level: str) -> None:
+    encoder, decoder = nn.Linear(6, 6), nn.Linear(6, 6)
+    decoder.weight = encoder.weight
+    model = nn.Sequential(encoder, decoder)
+    every = [*encoder.parameters(), *decoder.parameters()]
+    with pytest.warns(UserWarning, match="duplicate"):
+        optimizer = torch.optim.SGD(every, 0.1)
+    with pytest.raises(SessionError, match=r"has the parameter '0\.weight' twice"):
+        preamp.prepare(model, optimizer, level)
+    preamp.prepare(model, torch.optim.SGD(dict.fromkeys(every), 0.1), level).close()
+
+
+def test_one_scale_for_two_losses_is_refused() -> None:
+    model, scale = mlp(), preamp.DynamicScale()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    for given in (scale, {"d": scale, "g": scale}):
+        with pytest.raises(PolicyError, match="several losses"):
+            preamp.prepare(model, optimizer, "O1", losses=("d", "g"), scale=given)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import pickle
 from pathlib import Path
 from typing import Any
@@ -12,8 +13,10 @@ import torch
 from torch import Tensor, nn
 
 import preamp
+from preamp.autocast import PRODUCTS
 from preamp.errors import SessionError
 
+from ..products import BY_FLOAT32, counted, cpu_that_multiplies
 from ..rows import over
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning", "ignore:.*torch.jit:FutureWarning")
@@ -63,6 +66,22 @@ def test_a_pickled_model_can_be_called(level: str, tmp_path: Path) -> None:
     assert [type(module) for module in plain.modules()] == [type(module) for module in network().modules()]
     assert torch.equal(plain(X), wide)
     prepared(plain, level).close()
+
+
+@pytest.mark.parametrize("level", ["O2", "O3", "O5"])
+def test_products_of_a_model_that_outlives_its_session_go_through_float32(level: str) -> None:
+    with cpu_that_multiplies(BY_FLOAT32):
+        model = network()
+        with prepared(model, level):
+            pickled = pickle.dumps(model)
+        loaded = pickle.loads(pickled)
+        assert not PRODUCTS._libraries
+        with counted() as asked:
+            loaded(X).float().sum().backward()
+        assert asked and all(asked)
+        del loaded
+        gc.collect()
+        assert not PRODUCTS._libraries
 
 
 def test_a_model_is_pickled_with_its_optimizer() -> None:

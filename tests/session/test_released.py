@@ -456,3 +456,17 @@ def test_gradients_that_are_thrown_away_are_told_to_have_been_stepped(prepare: C
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         session.zero_grad()
+
+
+@over(level=["O4", "O5"], kind=OPTIMIZERS)
+def test_a_loss_that_reaches_no_parameter_of_the_optimizer(level: str, kind: str) -> None:
+    model = nn.ModuleList([nn.Linear(6, 3), nn.Linear(6, 3)])
+    before = weights(model)
+    optimizer = OPTIMIZERS[kind](model[0].parameters())
+    with preamp.prepare(model, optimizer, level, release_gradients=True) as session:
+        with session.autocast():
+            loss = model[1](torch.randn(4, 6)).float().sum()
+        session.backward(loss)
+        report = session.step()
+        assert (report.skipped, report.grad_norm, report.nonfinite) == (False, 0.0, ())
+    assert same(before, weights(model))

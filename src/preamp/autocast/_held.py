@@ -6,8 +6,7 @@ import threading
 import warnings
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -41,19 +40,6 @@ class HeldKernels(ABC):
         end = weakref.finalize(thing, self.release, holder)
         end.atexit = False
         return end
-
-    @contextmanager
-    def away(self) -> Iterator[None]:
-        """Inside, the dispatcher has no such kernels, whoever holds them."""
-        with self._lock:
-            holders, self._holders = self._holders, set()
-            self._clear()
-        try:
-            yield
-        finally:
-            with self._lock:
-                self._holders |= holders
-                self.install()
 
     @abstractmethod
     def install(self) -> None:

@@ -156,9 +156,14 @@ class _Widened:
 
 
 @traced_by_callers
-def widened() -> Any:
-    """A context for the call of a 16-bit model: its products go through float32, if kernels are held."""
+def widened(model: object = None) -> Any:
+    """A context for the call of a 16-bit model: its products go through float32, if kernels are held.
+
+    If nobody holds them (any more), as where a whole model was loaded in another process, that `model` does.
+    """
     if not torch.compiler.is_compiling():
+        if model is not None and not PRODUCTS._holders:
+            PRODUCTS.hold_while(model)
         return _Widened()
     _install_for_tracing()
     return nullcontext() if torch.is_autocast_enabled(MARKER) else torch.autocast(MARKER, dtype=_WIDENED_COMPILED)

@@ -70,9 +70,9 @@ class autocast(torch.autocast):
     @traced_by_callers
     def __enter__(self) -> autocast:
         number = _ensure_rules(self._rules, self.device, self._lingers) if self._enabled else 0
-        if self._enabled and not REGISTRY.stamp:  # never so; reading it has dynamo guard compiled code on the rules
-            raise AssertionError("no rules are installed")
         if torch.compiler.is_compiling():
+            if self._enabled and not REGISTRY.stamp:  # reading it has dynamo guard compiled code on the rules
+                raise AssertionError("the session of this region is closed: its rules are gone")
             if self._enabled and _is_exporting():
                 raise PolicyError(_NOT_EXPORTED)
             traced = _traced(self.device, self.fast_dtype, self._enabled, self._cache_enabled)

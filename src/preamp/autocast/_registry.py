@@ -20,8 +20,6 @@ import functools
 import hashlib
 import threading
 from collections import defaultdict
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -60,10 +58,11 @@ class Registry:
 
     def enter(self, rules: OpRules | None, device_type: str, lingering: bool) -> int:
         """Rules for a region. They stay after it, since its backward may recompute: `lingering` until `uninstall()`,
-        else as long as the session that holds them. Returns the rules' number.
+        else as long as the session that holds them; nothing happens once that is closed. Returns the rules' number.
         """
         with self._lock:
-            self._ensure(rules, device_type)
+            if lingering or self._holders:
+                self._ensure(rules, device_type)
             self._lingering |= lingering
             return self._number
 
@@ -83,22 +82,6 @@ class Registry:
                 if not self._holders and not self._lingering:
                     self._clear()
                     PRODUCTS.forget_nodes()
-
-    @contextmanager
-    def away(self) -> Iterator[None]:
-        """Inside, the dispatcher has no rules of preamp, even if sessions are open."""
-        with self._lock:
-            rules, devices, lingering = self.rules, list(self._libraries), self._lingering
-            self._clear()
-        try:
-            with PRODUCTS.away(), VMAPPED.away():
-                yield
-        finally:
-            with self._lock:
-                self._clear()
-                for device_type in devices if self._holders or lingering else ():
-                    self._ensure(rules, device_type)
-                self._lingering = lingering
 
     def uninstall(self) -> None:
         """Clear the dispatcher now; `PolicyError` while a session is open."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any
 
 from torch import nn
@@ -111,7 +112,8 @@ def _load_together(parts: list[tuple[str, Any, Any]], path: Any) -> None:
             target.load_state_dict(state)
     except BaseException as error:
         for (_, target, _), state in reversed(list(zip(parts[:begun], before, strict=False))):
-            target.load_state_dict(state)
+            with suppress(Exception):  # the one that failed may fail again; the others are to be as they were
+                target.load_state_dict(state)
         told = isinstance(error, PreampError) and not isinstance(error, OptimizerError)
         if told or not isinstance(error, Exception):
             raise

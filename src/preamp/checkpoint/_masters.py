@@ -46,7 +46,10 @@ class InFloat32:
         that are clipped and not stepped yet, and a save is to change nothing.
         """
         masters = masters_of(self._sessions)
-        state: Any = self._model.state_dict(keep_vars=True)
+        try:
+            state: Any = self._model.state_dict(keep_vars=True)
+        except TypeError:  # a method of the model's own, without torch's arguments
+            state = {}
         bits: dict[str, Tensor] = {}
         left = masters.keys() & set(self._model.parameters())
         for name, value in state.items():

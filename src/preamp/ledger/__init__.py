@@ -10,7 +10,7 @@ from .masters import Masters
 from .no_masters import NoMasters
 from .record import Record, is_marked, mark
 from .split import SplitMasters
-from .state import Steps, state_like_parameters
+from .state import Steps, cast_states
 from .swap import rebuild_reducers, set_data, wrappers_of
 
 __all__ = [
@@ -25,6 +25,7 @@ __all__ = [
     "Record",
     "SplitMasters",
     "Steps",
+    "cast_states",
     "clear_gradients",
     "dtype_of_gradient",
     "gradients_of",
@@ -34,7 +35,6 @@ __all__ = [
     "parameters_of",
     "rebuild_reducers",
     "set_data",
-    "state_like_parameters",
     "whole",
     "wrappers_of",
 ]

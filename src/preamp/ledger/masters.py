@@ -69,6 +69,11 @@ class Masters:
         """Select the parameters that have a master."""
         return [parameter for parameter in parameters if parameter in self] if self._leaves else []
 
+    @property
+    def recast(self) -> dict[Parameter, torch.dtype]:
+        """The dtypes in which parameters are stepped now, of those that were stepped in another one before."""
+        return dict.fromkeys(self._adopted, torch.float32)
+
     def lower(self, name: str, parameter: Parameter, dtype: torch.dtype) -> None:
         """Turn a float32 parameter into a low one; its present data becomes the master."""
         master = parameter.data
@@ -287,17 +292,22 @@ class Masters:
             raise SessionError("grad(): the outputs do not depend on one of the inputs")
         return [reduce(torch.add, each) for each in found]
 
-    def restore(self) -> None:
-        """Give every parameter its master for good, and forget it; those that came in 16 bits keep what they hold."""
+    def restore(self) -> dict[Parameter, torch.dtype]:
+        """Give every parameter its master for good, and forget it; those that came in 16 bits keep what they hold.
+
+        Returns the dtypes in which parameters of `recast` are stepped from now on.
+        """
         self.swap_out()
         self.compare()
         for parameter, leaf in self._leaves.items():
             if parameter not in self._adopted:
                 set_data(parameter, self._in_float32(parameter, leaf))
         rebuild_reducers(self._leaves)
+        stepped = {parameter: parameter.dtype for parameter in self._adopted}
         for known in (self._leaves, self._wide, self._adopted):
             known.clear()
         self._every = None
+        return stepped
 
     @contextmanager
     def loading(self, named: Mapping[str, Parameter], state: Mapping[str, Any]) -> Iterator[None]:

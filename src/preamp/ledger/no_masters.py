@@ -59,10 +59,17 @@ class NoMasters(Masters):
                     parameter.copy_(other)
             del self._others[parameter]
 
-    def restore(self) -> None:
+    @property
+    def recast(self) -> dict[Parameter, torch.dtype]:
+        """The dtypes of parameters that came in float32, and are 16-bit."""
+        return {parameter: parameter.dtype for parameter, was_float in self._low.items() if was_float}
+
+    def restore(self) -> dict[Parameter, torch.dtype]:
         """Turn every lowered parameter into float32 for good."""
         self.low()
-        for parameter in (floats := [each for each, was_float in self._low.items() if was_float]):
+        lowered = dict.fromkeys(self.recast, torch.float32)
+        for parameter in lowered:
             set_data(parameter, parameter.data.float())
-        rebuild_reducers(floats)
+        rebuild_reducers(lowered.keys())
         self._low.clear()
+        return lowered

@@ -13,19 +13,18 @@ from torch.optim import Optimizer
 from ..sharding import held_here
 
 
-def state_like_parameters(optimizer: Optimizer) -> None:
-    """Cast an optimizer's states of its parameters' shapes to their present dtype."""
+def cast_states(optimizer: Optimizer, dtypes: Mapping[Parameter, torch.dtype]) -> None:
+    """Cast an optimizer's states of its parameters' shapes to the dtypes in which these are stepped from now on."""
     inner = getattr(optimizer, "optim", None)  # by which a ZeroRedundancyOptimizer steps its part
     if isinstance(inner, Optimizer):
-        state_like_parameters(inner)
+        cast_states(inner, dtypes)
     castable = (torch.float16, torch.bfloat16, torch.float32)
-    for parameter, state in optimizer.state.items():
-        if not isinstance(parameter, Tensor) or not isinstance(state, dict):
-            continue  # what some keep for all parameters, under a name
-        for key, value in state.items():
+    for parameter, dtype in dtypes.items():
+        state: Any = optimizer.state.get(parameter)
+        for key, value in state.items() if isinstance(state, dict) else ():
             fits = isinstance(value, Tensor) and value.shape == parameter.shape and value.dtype in castable
-            if fits and key != "step" and parameter.dtype in castable and value.dtype is not parameter.dtype:
-                state[key] = value.to(parameter.dtype)
+            if fits and key != "step":
+                state[key] = value.to(dtype)
 
 
 class Steps:

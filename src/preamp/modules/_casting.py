@@ -27,6 +27,13 @@ from ..formats import LOW_DTYPES, name_of
 from ..tree import cast_floating, map_tensors, tensors
 
 
+class _Untold(nn.Module):
+    """A base that keeps the next ones from being told of a subclass: some keep a table of theirs by name."""
+
+    def __init_subclass__(cls, **_: Any) -> None:
+        pass
+
+
 class Subclasses:
     """The subclasses of one kind, by what they are made from; each is kept while modules of it are there.
 
@@ -64,7 +71,9 @@ class Subclasses:
         body |= {**self._methods, "forward": forward}
         body |= {"__module__": original.__module__, "__doc__": original.__doc__}
         bases = (self._mixin,) if issubclass(self._mixin, original) else (original, self._mixin)  # of a bare nn.Module
-        return type(original.__name__, bases, body)
+        told = next(kind for kind in original.__mro__ if "__init_subclass__" in vars(kind))
+        untold = () if told.__module__ in ("builtins", "typing") else (_Untold,)  # it would change where Generic stands
+        return type(original.__name__, (*untold, *bases), body)
 
     def leave(self, module: nn.Module) -> None:
         """Give a module the class that it would have else, whatever was made of its class meanwhile."""
@@ -101,8 +110,8 @@ class Casting:
     """The dtype of a region that a whole model enters where there is none, since float32 buffers meet its weights."""
     keeper: weakref.ref[Any] | None = None
     """Refers to the keeper of a whole model's masters, which knows whether some are in the places of weights now."""
-    around: Callable[[], Any] | None = None
-    """Makes a context for each call of a whole model."""
+    around: Callable[[nn.Module], Any] | None = None
+    """Makes a context for each call of a whole model; a function of a module, as it is pickled with the model."""
     copies: Callable[[nn.Module], Mapping[Any, Tensor] | None] | None = None
     """Gives copies of the masters of a whole model, which a copy of it has for weights; None without its session."""
 
@@ -155,7 +164,8 @@ def _forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         _tell_foreign_region(casting.computes, casting.device_type, self)
     if (low := casting.inputs) is not None:
         args, kwargs = tuple([cast_floating(each, low) for each in args]), kwargs and cast_floating(kwargs, low)
-    with _region(region, self, came_in, args, kwargs), nullcontext() if casting.around is None else casting.around():
+    around = nullcontext() if casting.around is None else casting.around(self)
+    with _region(region, self, came_in, args, kwargs), around:
         compute = _normed_with_wide_weights if casting.wide_weights else original
         result = compute(self, *args, **kwargs)
     outputs = came_in.dtype if casting.outputs_as_inputs and came_in is not None else casting.outputs
@@ -170,7 +180,7 @@ def _reduce_ex(self: Any, protocol: Any) -> Any:
     make, args, *rest = plain.__reduce_ex__(min(protocol, 1))  # newer forms insist on the pickled object's own class
     if not self._preamp_casting.stays:
         return make, args, *rest
-    return _unpickled, (replace(self._preamp_casting, around=None, copies=None, keeper=None), make, args), *rest
+    return _unpickled, (replace(self._preamp_casting, copies=None, keeper=None), make, args), *rest
 
 
 def _unpickled(casting: Casting, make: Callable[..., nn.Module], args: tuple[Any, ...]) -> nn.Module:
@@ -206,6 +216,9 @@ def _deepcopy(self: Any, memo: dict[Any, Any]) -> Any:
         for each in (*self.parameters(), *self.buffers()):
             if each in masters or each.dtype in LOW_DTYPES:
                 wide = masters[each] if each in masters else each.detach().float()
+                if id(each) in memo:  # its optimizer's copy, which came first, has it
+                    memo[id(each)].data = wide
+                    continue
                 memo[id(each)] = nn.Parameter(wide, each.requires_grad) if isinstance(each, nn.Parameter) else wide
         memo[_PLAIN] = True  # until this one is copied
         try:
@@ -220,11 +233,17 @@ def _deepcopy(self: Any, memo: dict[Any, Any]) -> Any:
     else:
         clone = object.__new__(kind)
         memo[id(self)] = clone
-        clone.__dict__.update(copy.deepcopy(self.__dict__, memo))
+        clone.__setstate__(copy.deepcopy(_state_of(self), memo))
     clone.__dict__.pop("_preamp_casting", None)
     if kind is type(self):
         clone.__dict__["_preamp_casting"] = casting
     return clone
+
+
+def _state_of(module: Any) -> Any:
+    """What a module gives to be copied: all that it has, unless its class says what."""
+    given = getattr(type(module), "__getstate__", None)
+    return module.__dict__ if given is getattr(object, "__getstate__", None) else module.__getstate__()
 
 
 def _widened(tensor: Tensor) -> Tensor:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator
+from contextlib import suppress
 from dataclasses import replace
 from operator import attrgetter
 from typing import Any
@@ -44,7 +45,7 @@ class Conversion:
 
     def __init__(
         self, model: nn.Module, policy: Policy, keeper: Masters, prefix: str = "",
-        around: Callable[[], Any] | None = None, stepped: Collection[nn.Parameter] | None = None,
+        around: Callable[[nn.Module], Any] | None = None, stepped: Collection[nn.Parameter] | None = None,
         copies: Callable[[nn.Module], Any] | None = None,
     ) -> None:  # fmt: skip
         self._policy, self._keeper, self._prefix, self._around, self._copies = policy, keeper, prefix, around, copies
@@ -71,33 +72,38 @@ class Conversion:
         joining = [p for p in self._left if stepped is None or (p.requires_grad and p in stepped)]
         for parameter in joining:  # raises before anything is changed
             self._check(parameter, *self._left[parameter])
-        self._lower(joining)
-        for parameter in self._left:
-            self._low.adopt("", parameter)
-        self._lower_buffers(root)
-        for path, module in root.named_modules():
-            self._cast(path, module)
-            if isinstance(module, nn.RNNBase) and policy.params in LOW_DTYPES:
-                module.flatten_parameters()
-        self._own(root)
+        try:
+            self._lower(joining)
+            for parameter in self._left:
+                self._low.adopt("", parameter)
+            self._lower_buffers(root)
+            for path, module in root.named_modules():
+                self._cast(path, module)
+                if isinstance(module, nn.RNNBase) and policy.params in LOW_DTYPES:
+                    module.flatten_parameters()
+            self._own(root)
+        except BaseException:  # a class may allow no subclass
+            self.undo()
+            raise
 
     def _own(self, root: nn.Module) -> None:
         self._owned = list(root.modules())
-        self._known = set(root.parameters())
+        self._known = {p for p in root.parameters() if not isinstance(p, UninitializedParameter)}
         own(self._owned, self._keeper)
 
     def _survey(self, root: nn.Module) -> Iterator[tuple[nn.Module, nn.Parameter]]:
         """Note parameters that are not known yet as left; each with its module."""
-        self._precisions = dict(precisions_of(root, self._policy))
+        self._precisions = dict(precisions_of(root, self._policy, first=not self._owned))
         for path, module in root.named_modules():
             dtype = self._storage(module, self._precisions[path])
             for key, parameter in module._parameters.items():
                 if parameter is None or parameter in self._known:
                     continue
                 name = f"{self._prefix}{path}.{key}" if path else f"{self._prefix}{key}"
-                if isinstance(parameter, UninitializedParameter):
+                lazy = isinstance(parameter, UninitializedParameter)
+                if lazy and not self._owned:
                     raise PolicyError(f"the parameter {name} is lazy: run one batch through the model before prepare()")
-                if parameter.dtype not in _FLOATS:
+                if lazy or parameter.dtype not in _FLOATS:
                     continue
                 first, stored = self._left.setdefault(parameter, (name, dtype))
                 if stored is not dtype and not self._owned:
@@ -111,6 +117,8 @@ class Conversion:
         """Find parameters that the model has got since: those of a module that was added, and those that the removal of
         a reparametrization has made of 16-bit ones, which are float32 again when the session ends.
         """
+        if not self._owned:
+            return
         root = self._owned[0]
         if self._known.issuperset(root.parameters()):
             return
@@ -198,7 +206,8 @@ class Conversion:
                 if buffer is None or buffer.dtype is not torch.float32 or dtype not in LOW_DTYPES:
                     continue
                 if not self._policy.has_regions or is_norm(module):
-                    low = buffer.to(dtype)
+                    low = next((low for _, _, full, low in self._buffers if full is buffer), None)  # another has it
+                    low = buffer.to(dtype) if low is None else low
                     module._buffers[key] = low
                     self._buffers.append((module, key, buffer, low))
                 else:  # a counter or an average would stop moving, and frequencies become other angles
@@ -347,7 +356,9 @@ class Conversion:
         """
         self._low.full()
         each = ((module, key, buffer) for module in self._owned for key, buffer in module._buffers.items())
-        low = [(m, key, b.float(), b) for m, key, b in each if b is not None and b.dtype in LOW_DTYPES]
+        made: dict[int, Tensor] = {}  # several may have one
+        found = [(m, key, b) for m, key, b in each if b is not None and b.dtype in LOW_DTYPES]
+        low = [(m, key, made.setdefault(id(b), b.float()), b) for m, key, b in found]
         self._low_buffers += low
         for module, key, full, _ in low:
             module._buffers[key] = full
@@ -357,9 +368,13 @@ class Conversion:
         self._buffers = [entry for entry in self._buffers if entry[1] in entry[0]._buffers]
         for module, key, full, low in self._buffers:
             now = module._buffers[key]
-            # by value: batch norm writes its statistics without counting their version up
-            untouched = now is low and torch.equal(low, full.to(low.device, low.dtype))
-            module._buffers[key] = full if untouched else (None if now is None else now.float())
+            if now is low and now.shape == full.shape:
+                # by value: batch norm writes its statistics without counting their version up
+                if not torch.equal(low, full.to(low.device, low.dtype)):
+                    full.copy_(low)
+                module._buffers[key] = full
+            else:
+                module._buffers[key] = None if now is None else now.float()
 
     def to_low(self) -> None:
         """Undo `to_float`, as far as it came."""
@@ -376,7 +391,7 @@ class Conversion:
 
     def undo(self) -> None:
         """Restore the model's classes and dtypes; it keeps the values that training gave it."""
-        if self._owned:
+        with suppress(PolicyError):  # of rules for a module that was added, which the next region would have told
             self._meet()
         self._low.restore()
         for module in self._changed:

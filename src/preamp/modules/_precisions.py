@@ -87,8 +87,11 @@ _COMPILED = "_orig_mod"
 """Under which name torch.compile's wrapper of a module keeps the module."""
 
 
-def precisions_of(root: nn.Module, policy: Policy) -> Iterator[tuple[str, torch.dtype | None]]:
-    """(path, dtype) of every module; None where the policy's own dtypes hold. Raises for ambiguity and for no match.
+def precisions_of(root: nn.Module, policy: Policy, *, first: bool = True) -> Iterator[tuple[str, torch.dtype | None]]:
+    """(path, dtype) of every module; None where the policy's own dtypes hold.
+
+    `PolicyError` for a module that several rules want in different precisions, and, at `first`, for a rule of none: the
+    module of a rule may be replaced later.
 
     A block that torch.compile wraps has the path that it had before, for itself and for what is inside. What computes a
     parametrized weight (weight norm, orthogonal weights), or emulates a quantized one, is float32 where parameters
@@ -122,7 +125,7 @@ def precisions_of(root: nn.Module, policy: Policy) -> Iterator[tuple[str, torch.
                 found[path.rpartition(".")[0]] = torch.float32  # and that of a norm is not rounded
         else:
             found[path] = parent
-    idle = [pattern for pattern, _, _ in compiled if pattern not in used]
+    idle = [pattern for pattern, _, _ in compiled if first and pattern not in used]
     if idle:
         some = ", ".join(path for path in list(found)[1:6])
         raise PolicyError(

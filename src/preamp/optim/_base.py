@@ -318,6 +318,11 @@ class FusedOptimizer(Loading):
             if self.is_mastered(param):
                 self.state[param][self._master_key] = master
 
+    def leave_lost(self) -> None:
+        """Let go of masters that a session has lent and, as its user has lost it, not taken back."""
+        if self._lent:
+            self.lend(None)
+
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "master": self.master}
 

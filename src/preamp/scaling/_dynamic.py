@@ -55,7 +55,7 @@ class DynamicScale(LossScale):
         self._floor, self._ceiling = check_bounds(self._start, min_scale, max_scale)
         self.growth_factor = float(growth_factor)
         self.backoff_factor = float(backoff_factor)
-        self.growth_interval = growth_interval
+        self.growth_interval = int(growth_interval)
         self.min_scale, self.max_scale = min_scale, max_scale
         self.patience = None if patience is None else check_count(patience, "patience", "it counts skipped steps")
         # the scale, and counts of steps, where the gradients were last
@@ -99,14 +99,16 @@ class DynamicScale(LossScale):
         """Take a state's fields, all checked before; its numbers go into the present tensors, which a CUDA graph may
         hold.
         """
-        made = type(self)(state["scale"], **{name: state[name] for name in self._arguments()})
-        for name in self._state.keys() - {"scale"}:
+        made = object.__new__(type(self))
+        kind: Any = next(each for each in type(self).__mro__ if "_arguments" in vars(each))  # who takes these
+        kind.__init__(made, state["scale"], **{name: state[name] for name in self._arguments()})
+        for name in (counts := self._state.keys() - {"scale"}):
             value = state[name]
             if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < 2**31:
                 raise StateError(f"the checkpoint's {self.kind} loss scale has {name}={value!r}: it counts steps")
-            made._state[name].fill_(value)
-        for name, present in self._state.items():
-            present.copy_(made._state[name])
+        for name in counts:
+            self._state[name].fill_(state[name])
+        self._state["scale"].fill_(made._start)
         self.__dict__.update({**made.__dict__, "_state": self._state})
 
     def _arguments(self) -> dict[str, Any]:

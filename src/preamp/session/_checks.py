@@ -31,15 +31,16 @@ def check_loss(loss: Any) -> None:
         raise SessionError(f"backward() takes one number and got the shape {tuple(loss.shape)}: reduce it, .mean()")
 
 
-def check_limit(call: str, limit: Any) -> None:
-    """Check what gradients are to be clipped to: a number that is not negative."""
+def check_limit(call: str, limit: Any) -> Any:
+    """What gradients are to be clipped to: a number that is not negative, or a 0-d tensor."""
     if isinstance(limit, Tensor) and limit.numel() == 1:
-        return  # which may be on the device
+        return limit.reshape(())  # which may be on the device
     if isinstance(limit, bool) or not isinstance(limit, Real) or not float(limit) >= 0:
         raise SessionError(
             f"{call}({limit!r:.40}): the first argument is the limit, a number of at least 0; a negative one would "
             f"turn gradients around. The session knows its parameters: write session.{call}(1.0)"
         )
+    return limit
 
 
 def check_not_cast(parameters: Sequence[nn.Parameter], named: Callable[[], Iterable[tuple[str, nn.Parameter]]]) -> None:

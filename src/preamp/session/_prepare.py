@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 import weakref
+from collections import Counter
 from collections.abc import Iterable, Mapping, MutableMapping, Sequence
 from typing import Any
 
@@ -20,7 +21,7 @@ from ..eps import safe_eps
 from ..errors import PolicyError, PreampWarning, SessionError, kind_of
 from ..formats import LOW_DTYPES, name_of
 from ..frameworks import unwrap, unwrapped
-from ..ledger import KEPT, Masters, NoMasters, SplitMasters, parameters_of, rebuild_reducers, state_like_parameters
+from ..ledger import KEPT, Masters, NoMasters, SplitMasters, parameters_of, rebuild_reducers
 from ..modules import Conversion
 from ..optim import FusedOptimizer
 from ..policy import Policy, auto_level, parse_policy
@@ -91,7 +92,9 @@ def prepare(
         raise SessionError("prepare() in torch.inference_mode(): torch trains no tensor made there. Call it outside")
     optimizers = {name: unwrap(each) for name, each in given.items()}
     _check_kinds(models, optimizers)
-    _check_parameters(models, optimizers)
+    for each_optimizer in optimizers.values():
+        if isinstance(each_optimizer, FusedOptimizer):
+            each_optimizer.leave_lost()
     reshard(models.values())
     if skip not in SKIPS:
         raise SessionError(f"skip={skip!r}: write one of {', '.join(map(repr, SKIPS))}")
@@ -102,8 +105,13 @@ def prepare(
     if release_gradients:
         check_release(models.values(), optimizers, scales, group)
     plain = chosen.params is torch.float32 and all(each.kind == "none" for each in scales.values())
-    shares = _share(models, optimizers, plain and not release_gradients)
+    shares = _check_parameters(models, optimizers, plain and not release_gradients)
     masters = masters_for(chosen, optimizers.values())
+    _warn_of_float64(models, chosen)
+    for each_optimizer in optimizers.values() if not chosen.masters else ():
+        _warn_of_rounding(each_optimizer, chosen)
+    for each_optimizer in optimizers.values():
+        _warn_of_eps(each_optimizer, chosen)
     conversions: list[Conversion] = []
     stepped = {p for each in optimizers.values() for p in parameters_of(each)} if optimizers else None
     earlier = {p: p.grad for each in optimizers.values() for p in parameters_of(each) if p.grad is not None}
@@ -130,13 +138,6 @@ def prepare(
         raise
     every = (module for each in models.values() for module in each.modules())
     _SESSIONS.update(dict.fromkeys(every, weakref.ref(session)))
-    _warn_of_float64(models, chosen)
-    for each_optimizer in optimizers.values():
-        if not chosen.masters:
-            if not isinstance(each_optimizer, FusedOptimizer):  # those have made them what they step with
-                state_like_parameters(each_optimizer)
-            _warn_of_rounding(each_optimizer, chosen)
-        _warn_of_eps(each_optimizer, chosen)
     return session
 
 
@@ -189,9 +190,10 @@ def _scales(policy: Policy, losses: Sequence[str], scale: Any) -> dict[str, Loss
     if not names or len(set(names)) != len(names):
         raise PolicyError(f"losses={losses!r}: give each loss one name of its own")
     wanted = {name: scale[name] if isinstance(scale, Mapping) else scale for name in names}
-    if isinstance(scale, LossScale) and len(names) > 1:
+    made = {name: loss_scale(policy.scale if value is None else value) for name, value in wanted.items()}
+    if len(set(map(id, made.values()))) < len(made):
         raise PolicyError("one LossScale object cannot serve several losses: write scale={'d': ..., 'g': ...}")
-    return {name: loss_scale(policy.scale if value is None else value) for name, value in wanted.items()}
+    return made
 
 
 def _check_kinds(models: dict[str, Any], optimizers: dict[str, Any]) -> None:
@@ -229,43 +231,43 @@ def _make_one(given: Any) -> str:
     return f"Make one first: optimizer = {made}(model.parameters())"
 
 
-def _check_parameters(models: Mapping[str, nn.Module], optimizers: Mapping[str, Optimizer]) -> None:
-    """Check that every optimizer steps something of the models."""
-    known = {p: path for path, p in named_parameters(models)}
-    for name, optimizer in optimizers.items():
-        own = list(parameters_of(optimizer))
-        if not known and own:
-            raise SessionError(
-                f"the model ({', '.join(type(each).__name__ for each in models.values())}) has no parameters, and "
-                f"{_called(name, optimizer)} has {len(own)}: it would step tensors that the model does not use. Give "
-                "prepare() the module that is trained, or prepare(model, None) if there is nothing to train"
-            )
-        if own and not any(p in known for p in own):
-            raise SessionError(
-                f"{_called(name, optimizer)} has {len(own)} parameters and none of them is the model's: it would step "
-                "tensors that the model does not use. A model that is made anew, copied, or moved by assignment after "
-                "its optimizer was made has other parameters: make the optimizer from model.parameters() last, then "
-                "prepare() both"
-            )
+def _check_parameters(models: Mapping[str, nn.Module], optimizers: Mapping[str, Optimizer], plain: bool) -> bool:
+    """Check that every optimizer steps something of the models, once. Returns whether optimizers share parameters.
 
-
-def _share(models: Mapping[str, nn.Module], optimizers: Mapping[str, Optimizer], plain: bool) -> bool:
-    """Whether optimizers have parameters in common; `SessionError` if so and gradients are not `plain`."""
+    `plain`: they may, since gradients are not scaled and there are no masters.
+    """
     known = {p: path for path, p in named_parameters(models)}
     owners: dict[nn.Parameter, str] = {}
     shares = False
     for name, optimizer in optimizers.items():
-        called = _called(name, optimizer)
-        for parameter in parameters_of(optimizer):
-            if owners.setdefault(parameter, called) == called:
-                continue
-            if not plain:
+        called, own = _called(name, optimizer), Counter(parameters_of(optimizer))
+        if not known and own:
+            raise SessionError(
+                f"the model ({', '.join(type(each).__name__ for each in models.values())}) has no parameters, and "
+                f"{called} has {len(own)}: it would step tensors that the model does not use. Give prepare() the "
+                "module that is trained, or prepare(model, None) if there is nothing to train"
+            )
+        if own and not any(p in known for p in own):
+            raise SessionError(
+                f"{called} has {len(own)} parameters and none of them is the model's: it would step tensors that the "
+                "model does not use. A model that is made anew, copied, or moved by assignment after its optimizer was "
+                "made has other parameters: make the optimizer from model.parameters() last, then prepare() both"
+            )
+        for parameter, times in own.items():
+            path, owner = known.get(parameter, "given"), owners.setdefault(parameter, called)
+            if times > 1:
                 raise SessionError(
-                    f"the parameter {known.get(parameter, 'given')!r} is in {owners[parameter]} and in {called}: each "
-                    "would unscale its gradient once more, and swap its master. Give it to one of them, or make one "
-                    "optimizer with two groups, or use level='O4' or 'O0', which have neither scale nor masters"
+                    f"{called} has the parameter {path!r} twice, as lists of the parameters of two modules have one "
+                    "that these share: each step would unscale and step it twice. Make the optimizer with each "
+                    "parameter once: list(dict.fromkeys(parameters))"
                 )
-            shares = True
+            shares |= owner is not called
+            if owner is not called and not plain:
+                raise SessionError(
+                    f"the parameter {path!r} is in {owner} and in {called}: each would unscale its gradient once more, "
+                    "and swap its master. Give it to one of them, or make one optimizer with two groups, or use "
+                    "level='O4' or 'O0', which have neither scale nor masters"
+                )
     return shares
 
 

@@ -21,7 +21,7 @@ from ..autocast import PRODUCTS, REGISTRY, VMAPPED, RegionNodes, autocast, decor
 from ..compiling import traced_by_callers, uncompiled
 from ..errors import PreampWarning
 from ..formats import LOW_DTYPES, name_of
-from ..ledger import Gradients, Masters, dtype_of_gradient, rebuild_reducers, wrappers_of
+from ..ledger import Gradients, Masters, dtype_of_gradient, parameters_of, rebuild_reducers, wrappers_of
 from ..modules import Conversion, Exports
 from ..policy import Policy
 from ..sharding import sharded_parts
@@ -136,8 +136,12 @@ class FullPrecision:
     what was done until then.
     """
 
-    def __init__(self, models: Iterable[nn.Module], masters: Masters, conversions: Sequence[Conversion]) -> None:
-        self._models, self._masters, self._conversions = list(models), masters, conversions
+    def __init__(
+        self, models: Iterable[nn.Module], optimizers: Sequence[Optimizer], masters: Masters,
+        conversions: Sequence[Conversion],
+    ) -> None:  # fmt: skip
+        self._models, self._optimizers = list(models), optimizers
+        self._masters, self._conversions = masters, conversions
         self._aside: dict[Parameter, Tensor] = {}
         self._inside: dict[Parameter, Tensor | None] = {}
         self._low: dict[Parameter, Tensor | None] = {}
@@ -151,6 +155,11 @@ class FullPrecision:
         an optimizer has stepped by itself with a closure."""
         self.nodes, self._first_node = RegionNodes(), 0
 
+    def _parameters(self) -> Iterator[Parameter]:
+        """Those of the models, and those that optimizers have besides."""
+        of_models = (model.parameters() for model in self._models)
+        return itertools.chain(*of_models, *map(parameters_of, self._optimizers))
+
     def leave(self) -> None:
         """Undo the beginning, as far as it came."""
         if not self.begun:
@@ -159,7 +168,7 @@ class FullPrecision:
             self._exports.end(self._models)
         for conversion in self._conversions:
             conversion.to_low()
-        every = [p for model in self._models for p in model.parameters()]
+        every = dict.fromkeys(self._parameters())
         self._inside = self._inside or {p: p.grad for p in every}
         self._masters.low()
         for conversion in self._conversions:
@@ -179,7 +188,7 @@ class FullPrecision:
         self.depth += 1
         self._first_node = self.nodes.now()
         try:
-            self._aside = {p: p.grad for model in self._models for p in model.parameters() if p.grad is not None}
+            self._aside = {p: p.grad for p in self._parameters() if p.grad is not None}
             self.begun, self.waiting = True, self.waiting and bool(self._aside)
             self._exports = Exports()
             self._masters.full()

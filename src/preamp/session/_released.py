@@ -121,7 +121,7 @@ class Released:
         for own in self._optimizers:
             for parameter in parameters_of(own):  # hooks do not see gradients that were assigned, or handed over
                 self.came(own, parameter)
-        parameters, every = list(self._read), list(self._read.values())
+        parameters, every = list(self._read), list(self._read.values()) or [read([])]
         self._read.clear()
         check(parameters)
         for optimizer in chosen:
@@ -130,8 +130,8 @@ class Released:
         here = [reading.on(home) for reading in every]
         norm = torch.linalg.vector_norm(torch.stack([reading.norm for reading in here]))
         found = torch.stack([reading.found for reading in here]).amax()
-        read = Reading(found, norm, torch.cat([reading.nonfinite for reading in here]))
-        return parameters, read, lambda: norm, bool(found) if home.type == "cpu" else None
+        together = Reading(found, norm, torch.cat([reading.nonfinite for reading in here]))
+        return parameters, together, lambda: norm, bool(found) if home.type == "cpu" else None
 
     def refuse(self, call: str) -> NoReturn:
         """`SessionError` for a call that would need the gradients."""

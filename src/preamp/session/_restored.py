@@ -27,10 +27,10 @@ def restore(session: Any) -> None:
     for conversion in session._conversions:
         conversion.undo()
     kept = {p: session._masters.stored(p) for p in session._masters}
-    session._masters.restore()
+    dtypes = session._masters.restore()
     for parameter, gradient in true.items():
         parameter.grad = gradient.to(dtype_of_gradient(parameter))
-    session._steps.take_states_back(kept)
+    session._steps.take_states_back(kept, dtypes)
     session._release_kernels()
     session._rates.restore()
 

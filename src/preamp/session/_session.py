@@ -61,6 +61,9 @@ class Session:
         given: Mapping[str, Any] | None = None, earlier: Mapping[nn.Parameter, Tensor] | None = None,
         shares: bool = False, why: str | None = None, release: bool = False,
     ) -> None:  # fmt: skip
+        # first, since another session's rules may forbid it; called by close(), or at the end of a session not closed
+        self._release_kernels = weakref.finalize(self, held_kernels(policy, device_type))
+        self._release_kernels.atexit = False
         self.policy = policy
         """The policy in force."""
         self.device_type = device_type
@@ -75,7 +78,7 @@ class Session:
         own = list(optimizers.values())
         self._gradients = Gradients(masters, own, device_type, group)
         self._pending = PendingScales(losses, self._gradients, own)
-        self._full = full = FullPrecision(models.values(), masters, conversions)
+        self._full = full = FullPrecision(models.values(), own, masters, conversions)
         self._steps = OptimizerSteps(own, self._gradients, masters, losses, self._pending, full, conversions, skip)
         self._steps.wrappers = {optimizers[k]: v for k, v in (given or {}).items() if v is not optimizers[k]}
         self._steps.follow(self._steps.wrappers.values())
@@ -90,9 +93,6 @@ class Session:
         self._joining = Joining(own, self._models, self._conversions, self._gradients)
         self._released = Released([o for o in own if isinstance(o, FusedOptimizer)], full) if release else None
         self._gradients.carry(earlier or {})
-        # close() calls it, and so does the end of a session that nobody closed
-        self._release_kernels = weakref.finalize(self, held_kernels(policy, device_type))
-        self._release_kernels.atexit = False
 
     # -- forward
 
@@ -291,13 +291,13 @@ class Session:
             The norm before, 0-d float32; not finite if the step will be skipped.
         """
         self._needs_gradients("clip_grad_norm_()")
-        checks.check_limit("clip_grad_norm_", max_norm)
+        most, order = checks.check_limit("clip_grad_norm_", max_norm), float(norm_type)
         chosen = checks.selected(self._optimizers, optimizer)
         self._order.check_clip("clip_grad_norm_", chosen, self._shares)
         with _OutsideRegions():
             for each in chosen:
                 self._steps.read(each)
-            return self._gradients.clip_by_norm(chosen, max_norm, norm_type, at_once=self._shares)
+            return self._gradients.clip_by_norm(chosen, most, order, at_once=self._shares)
 
     @uncompiled
     def clip_grad_value_(self, clip_value: float, *, optimizer: Optimizer | None = None) -> None:

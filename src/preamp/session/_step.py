@@ -21,7 +21,7 @@ from ..errors import SessionError
 from ..formats import LOW_DTYPES
 from ..frameworks import framework_hooks, replaced, tell_skipped, unwrap
 from ..kernels import Reading, present_in
-from ..ledger import Gradients, Masters, Record, parameters_of, state_like_parameters
+from ..ledger import Gradients, Masters, Record, cast_states, parameters_of
 from ..modules import Conversion
 from ..optim import FusedOptimizer
 from ..sharding import held_here
@@ -61,10 +61,12 @@ class OptimizerSteps:
         for each in self.optimizers:
             if isinstance(each, FusedOptimizer):
                 each.lend(masters)
+            else:
+                cast_states(each, masters.recast)
             if not hasattr(each, "_optimizer_load_state_dict_pre_hooks"):  # of a class that does not call torch's
                 Optimizer.__setstate__(each, {"defaults": getattr(each, "defaults", {})})
-            self._undo.callback(each.register_load_state_dict_pre_hook(self._before_load).remove)
-            self._undo.callback(each.register_load_state_dict_post_hook(self._after_load).remove)
+            self._undo.callback(each.register_load_state_dict_pre_hook(_weak(self._before_load)).remove)
+            self._undo.callback(each.register_load_state_dict_post_hook(_weak(self._after_load)).remove)
             for name in modes_of(each):
                 self._undo.enter_context(replaced(each, name, self._in_float32(each, name)))
         OPEN.add(self)
@@ -192,7 +194,8 @@ class OptimizerSteps:
 
     def _before_load(self, optimizer: Optimizer, state: Any) -> None:
         """Torch casts loaded state to the parameters' dtype: let it find float32 masters, not 16-bit parameters."""
-        if [len(g["params"]) for g in optimizer.param_groups] != [len(g["params"]) for g in state["param_groups"]]:
+        here, there = ([len(g["params"]) for g in groups] for groups in (optimizer.param_groups, state["param_groups"]))
+        if here != there or not isinstance(state.get("state"), Mapping):
             return  # torch refuses it, and masters would never be swapped out
         if not self._full.depth:
             self._gradients.rest()
@@ -209,11 +212,14 @@ class OptimizerSteps:
         OPEN.discard(self)
         self._undo.close()
 
-    def take_states_back(self, masters: Mapping[Parameter, Tensor]) -> None:
-        """Call it once `masters` are back in the parameters; an optimizer keeps those of 16-bit ones."""
+    def take_states_back(self, masters: Mapping[Parameter, Tensor], dtypes: Mapping[Parameter, torch.dtype]) -> None:
+        """Call it once `masters` are back in the parameters; an optimizer keeps those of 16-bit ones.
+
+        `dtypes`: what `Masters.restore` returned.
+        """
         for each in self.optimizers:
             own = {p: masters[p] for p in parameters_of(each) if p in masters}
-            each.lend(None, own) if isinstance(each, FusedOptimizer) else state_like_parameters(each)
+            each.lend(None, own) if isinstance(each, FusedOptimizer) else cast_states(each, dtypes)
 
 
 class _OpenSessions:
@@ -254,6 +260,17 @@ class _OpenSessions:
 
 
 OPEN = _OpenSessions()
+
+
+def _weak(method: Callable[..., None]) -> Callable[..., None]:
+    """A hook for an optimizer that does not keep a session, which its user may have lost, open."""
+    known = weakref.WeakMethod(method)
+
+    def call(*args: Any) -> None:
+        if (alive := known()) is not None:
+            alive(*args)
+
+    return call
 
 
 def modes_of(optimizer: Optimizer) -> tuple[str, ...]:
