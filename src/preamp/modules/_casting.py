@@ -27,8 +27,8 @@ from ..formats import LOW_DTYPES, name_of
 from ..tree import cast_floating, map_tensors, tensors
 
 
-class _Untold(nn.Module):
-    """A base that keeps the next ones from being told of a subclass: some keep a table of theirs by name."""
+class _WithoutHook(nn.Module):
+    """A base in front of a model's class whose `__init_subclass__` is not to run: some keep a table of subclasses."""
 
     def __init_subclass__(cls, **_: Any) -> None:
         pass
@@ -71,9 +71,9 @@ class Subclasses:
         body |= {**self._methods, "forward": forward}
         body |= {"__module__": original.__module__, "__doc__": original.__doc__}
         bases = (self._mixin,) if issubclass(self._mixin, original) else (original, self._mixin)  # of a bare nn.Module
-        told = next(kind for kind in original.__mro__ if "__init_subclass__" in vars(kind))
-        untold = () if told.__module__ in ("builtins", "typing") else (_Untold,)  # it would change where Generic stands
-        return type(original.__name__, (*untold, *bases), body)
+        hooked = next(kind for kind in original.__mro__ if "__init_subclass__" in vars(kind))
+        bases = bases if hooked.__module__ in ("builtins", "typing") else (_WithoutHook, *bases)  # Generic stays first
+        return type(original.__name__, bases, body)
 
     def leave(self, module: nn.Module) -> None:
         """Give a module the class that it would have else, whatever was made of its class meanwhile."""
