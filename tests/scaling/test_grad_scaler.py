@@ -239,6 +239,27 @@ def test_complex_gradients(optimizer: type[torch.optim.Optimizer], found: float,
         torch.testing.assert_close(one, other)
 
 
+@pytest.mark.parametrize("unscale", [True, False])
+def test_sparse_gradients_are_as_in_torchs(unscale: bool) -> None:
+    """Those of an embedding list a row as often as it was looked up."""
+
+    def run(kind: type[torch.amp.GradScaler]) -> Tensor:
+        torch.manual_seed(0)
+        table = torch.nn.Embedding(9, 4, sparse=True)
+        optimizer = torch.optim.SparseAdam(table.parameters(), 0.1)
+        scaler = kind("cpu", init_scale=1024.0)
+        for _ in range(3):
+            scaler.scale(table(torch.tensor([1, 1, 2, 3, 3, 3])).square().mean()).backward()
+            if unscale:
+                scaler.unscale_(optimizer)
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+        return table.weight.detach()
+
+    assert torch.allclose(run(preamp.GradScaler), run(torch.amp.GradScaler), rtol=1e-6)
+
+
 @over(enabled=[True, False], dtype=[torch.float16, torch.bfloat16])
 def test_a_step_inside_of_an_open_region_is_seen_by_the_next_forward_pass(enabled: bool, dtype: torch.dtype) -> None:
     torch.manual_seed(0)

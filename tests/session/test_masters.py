@@ -129,6 +129,42 @@ def test_sparse_gradients_add_up(level: str, kind: Any, make: Any) -> None:
     assert torch.allclose(run(level), run("O0"), atol=3e-2)
 
 
+def changed_by_hand(session: preamp.Session, optimizers: list[torch.optim.Optimizer], model: nn.Module) -> None:
+    session.unscale_()
+    for parameter in model.parameters():
+        assert parameter.grad is not None
+        parameter.grad.mul_(0.5)  # after which a sparse one is no longer coalesced
+    session.step()
+    session.zero_grad()
+
+
+def stepped_in_turn(session: preamp.Session, optimizers: list[torch.optim.Optimizer], model: nn.Module) -> None:
+    session.step(optimizers[1])  # the scale changes after it, and the gradients of the other one follow
+    session.zero_grad(optimizer=optimizers[1])
+    if session.steps % 2:
+        session.step(optimizers[0])
+        session.zero_grad(optimizer=optimizers[0])
+
+
+@pytest.mark.parametrize("end", [changed_by_hand, stepped_in_turn])
+@pytest.mark.parametrize("level", ["O1", "O2", "O4", "O5"])
+def test_a_sparse_embedding_trains_as_a_dense_one(level: str, end: Any) -> None:
+    def run(sparse: bool) -> Tensor:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Embedding(9, 8, sparse=sparse), nn.Linear(8, 1))
+        optimizers: list[torch.optim.Optimizer] = [torch.optim.SGD(each.parameters(), 0.1) for each in model]
+        scale = preamp.DynamicScale(64.0, growth_interval=1) if level in ("O1", "O2") else None
+        with preamp.prepare(model, optimizers, level=level, scale=scale) as session:
+            for _ in range(4):
+                with session.autocast():
+                    loss = model(torch.tensor([1, 1, 2, 3, 3, 3])).float().square().mean()
+                session.backward(loss)
+                end(session, optimizers, model)
+        return model[0].weight.detach()  # type: ignore[no-any-return]
+
+    assert torch.allclose(run(True), run(False), atol=1e-2)
+
+
 @pytest.mark.parametrize("level", MASTER_LEVELS)
 def test_a_write_from_outside_reaches_the_masters(level: str) -> None:
     model = mlp()

@@ -84,7 +84,7 @@ def reciprocal(scale: Tensor) -> Tensor:
 
 def multiply_(gradients: Iterable[Tensor], factor: Tensor) -> None:
     """Multiply gradients in place by a 0-d float32 tensor."""
-    for group in grouped(list(gradients), complex_as_real=False):
+    for group in grouped(list(gradients), complex_as_real=False, linear=True):
         torch._foreach_mul_(group, factor.to(group[0].device))
 
 
@@ -95,10 +95,11 @@ def clip_values_(gradients: Iterable[Tensor], limit: float) -> None:
         torch._foreach_clamp_max_(group, limit)
 
 
-def grouped(gradients: list[Tensor], *, complex_as_real: bool = True) -> list[list[Tensor]]:
+def grouped(gradients: list[Tensor], *, complex_as_real: bool = True, linear: bool = False) -> list[list[Tensor]]:
     """The gradients' values, in lists of one device and one dtype each, for which torch's foreach operators are fast.
 
-    Usually all are alike. Checking that for a thousand tensors must take less time than stepping them.
+    Usually all are alike. Checking that for a thousand tensors must take less time than stepping them. `linear`: what
+    is to be done to values may be done before equal indices of a sparse gradient are added up.
     """
     own = listed(gradients)
     alike = not any_sharded(own) and own.strided and own.together and len(own.dtypes) == 1
@@ -106,7 +107,7 @@ def grouped(gradients: list[Tensor], *, complex_as_real: bool = True) -> list[li
         return [own]
     groups: dict[tuple[torch.device, torch.dtype], list[Tensor]] = defaultdict(list)
     for gradient in gradients:
-        value = dense_values(gradient)
+        value = gradient._values() if linear and gradient.layout is torch.sparse_coo else dense_values(gradient)
         value = as_real(value) if complex_as_real else value
         groups[(value.device, value.dtype)].append(value)
     return list(groups.values())

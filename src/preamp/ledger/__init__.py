@@ -5,7 +5,17 @@ Only this room asks what has changed since the last step.
 
 from .buckets import Bucket, Buckets, Collected
 from .gradients import Gradients
-from .leaves import KEPT, Kept, clear_gradients, dtype_of_gradient, gradients_of, parameters_in, parameters_of, whole
+from .leaves import (
+    KEPT,
+    Kept,
+    clear_gradients,
+    dtype_of_gradient,
+    gradients_of,
+    parameters_in,
+    parameters_of,
+    summed,
+    whole,
+)
 from .masters import Masters
 from .no_masters import NoMasters
 from .record import Record, is_marked, mark
@@ -35,6 +45,7 @@ __all__ = [
     "parameters_of",
     "rebuild_reducers",
     "set_data",
+    "summed",
     "whole",
     "wrappers_of",
 ]

@@ -22,7 +22,7 @@ from torch.optim import Optimizer
 from ..kernels import Reading, chained, global_norm, listed, multiply_, present_in, read, reciprocal
 from ..parallel import Agreement
 from ..sharding import placed_as
-from .leaves import dtype_of_gradient, gradients_of, parameters_of
+from .leaves import dtype_of_gradient, gradients_of, parameters_of, summed
 from .masters import Masters
 from .record import Owned, Record, WideSums, is_marked
 from .swap import hand_over
@@ -174,9 +174,8 @@ class Gradients:
             raise
         added: dict[Parameter, Tensor] = {}
         for parameter in parameters:
-            grad = parameter.grad
-            if grad is not None:
-                grad = grad.coalesce() if grad.layout is torch.sparse_coo else placed_as(grad, parameter)
+            if parameter.grad is not None:
+                grad = placed_as(summed(parameter), parameter)
                 added[parameter] = grad.float() if parameter in self._masters else grad
         readings, scaled = {}, dict(added)
         for optimizer in self._optimizers:
@@ -223,18 +222,15 @@ class Gradients:
         """Read true gradients, as user code has left them, and take those that came to 16-bit parameters since."""
         for parameter, late in self._masters.take_late(record.parameters).items():
             parameter.grad = late if parameter.grad is None else parameter.grad + late
-        now = self._read(optimizer, {p: p.grad for p in record.present if p.grad is not None})
+        now = self._read(optimizer, {p: summed(p) for p in record.present if p.grad is not None})
         record.reading = replace(now, found=torch.maximum(record.reading.found, now.found))
 
     def _read_all(self, optimizer: Optimizer, own: Owned) -> Record:
         parameters = [p for p in own.parameters if p.grad is not None]
         gradients = {}
         for parameter in parameters:
-            grad = parameter.grad
-            assert grad is not None
-            if grad.layout is torch.sparse_coo:
-                grad = parameter.grad = grad.coalesce()
-            elif own.agreement is not None:
+            grad = summed(parameter)
+            if own.agreement is not None:
                 grad = parameter.grad = placed_as(grad, parameter)
             gradients[parameter] = self._sums.of(parameter) if parameter in self._sums else grad
         return Record(self._read(optimizer, gradients), parameters, own.leaves)

@@ -53,6 +53,15 @@ def gradients_of(optimizer: Optimizer) -> list[Tensor]:
     return [p.grad for p in parameters_of(optimizer) if p.grad is not None]
 
 
+def summed(parameter: Tensor) -> Tensor:
+    """A parameter's gradient; of a sparse one the values of equal indices are added up, which may overflow."""
+    grad = parameter.grad
+    assert grad is not None
+    if grad.layout is torch.sparse_coo:
+        grad = parameter.grad = grad.coalesce()
+    return grad
+
+
 def dtype_of_gradient(parameter: Parameter) -> torch.dtype:
     """The dtype of a parameter's gradient; since torch 2.10 it may differ from the parameter's."""
     return getattr(parameter, "grad_dtype", None) or parameter.dtype

@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from ..errors import ScaleError
 from ..frameworks import framework_hooks, unwrap_imitation
 from ..kernels import chained, check_and_unscale_, read, reciprocal
-from ..ledger import gradients_of
+from ..ledger import gradients_of, parameters_of, summed
 from ._checks import LARGEST_SCALE, PATIENCE, SMALLEST_SCALE, check_bounds, check_count, check_factors, check_scale
 from ._dynamic import DynamicScale, HysteresisScale
 from ._skips import Run, Skips, first_nonfinite
@@ -174,7 +174,7 @@ class GradScaler(torch.amp.GradScaler):
         self, optimizer: Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
     ) -> dict[torch.device, Tensor]:
         """As torch's, also for complex gradients, and for shards, whose ranks agree on the flag."""
-        gradients = gradients_of(optimizer)
+        gradients = [summed(parameter) for parameter in parameters_of(optimizer) if parameter.grad is not None]
         if not allow_fp16 and any(gradient.dtype is torch.float16 for gradient in gradients):
             raise ValueError("Attempting to unscale FP16 gradients.")
         found = check_and_unscale_(gradients, inv_scale)
