@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import nullcontext
-from typing import NamedTuple
 
 import torch
 import triton
@@ -37,25 +36,14 @@ KINDS = {torch.float16: (0, tl.int16, 4), torch.bfloat16: (1, tl.int16, 4), torc
 """How a dtype is read: the kernel's name for it, the integer of its size, and warps. A thread then takes 16 bytes."""
 
 
-class Numbers(NamedTuple):
-    """The result of one reading; all on the gradients' device."""
-
-    found: Tensor
-    """0-d float32: 1 if some entry is inf or nan, else 0."""
-    norm: Tensor
-    """0-d float32: L2 norm of all entries."""
-    nonfinite: Tensor
-    """(number of gradients,) bool: which have an entry that is inf or nan."""
-
-
 def readable(gradients: Sequence[Tensor]) -> bool:
     """Whether `read` takes them: strided, of float16, bfloat16 or float32, all on one device."""
     own = listed(gradients)
     return own.strided and own.together and own.dtypes.keys() <= KINDS.keys()
 
 
-def read(gradients: Sequence[Tensor]) -> Numbers:
-    """Read every entry of `gradients` (one at least, `readable`) once.
+def read(gradients: Sequence[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+    """Read every entry of `gradients` (one at least, `readable`) once: the fields of a `Reading`.
 
     A finite float32 or bfloat16 entry does not overflow the norm, whatever its square is. One launch for each dtype,
     and one to finish; views that do not fill their memory are copied first.
@@ -76,7 +64,7 @@ def read(gradients: Sequence[Tensor]) -> Numbers:
     if not total:
         nothing = torch.zeros((), device=device)
         none = torch.zeros(len(dense), dtype=torch.bool, device=device)
-        return Numbers(nothing, nothing, none)
+        return nothing, nothing, none
 
     squares = torch.empty(total, dtype=torch.float64, device=device)
     tops = torch.empty(total, dtype=torch.float32, device=device)
@@ -102,7 +90,7 @@ def read(gradients: Sequence[Tensor]) -> Numbers:
             )  # fmt: skip
             base += chunks.count
     found, norm = floats.unbind()
-    return Numbers(found, norm, flags.view(torch.bool))
+    return found, norm, flags.view(torch.bool)
 
 
 @triton.jit
