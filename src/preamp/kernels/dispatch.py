@@ -45,8 +45,8 @@ class Algorithm:
     """Whether tensors may be stepped separately. If not, one tensor that a kernel cannot walk sends all of them to the
     reference."""
     low: bool = False
-    """Whether the reference, too, takes 16-bit parameters with bits or stochastic rounding; else `_in_float32` is around
-    it, and the kernel takes no others."""
+    """Whether the reference, too, takes 16-bit parameters with bits or stochastic rounding; else `_in_float32` is put
+    around it, and the kernel takes no others."""
     shaped: int | None = None
     """How many of the lists of states have the parameters' shapes; None: all."""
 
