@@ -7,7 +7,7 @@ Casts happen above autograd, so gradients flow back through them to the dtype th
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from functools import partial, reduce
 from typing import Any
 
@@ -16,12 +16,10 @@ from torch import Tensor
 
 from ..formats import LOW_DTYPES
 from ..rules import autocast_key
-from ..tree import tensors
+from ..tree import CASTABLE, tensors
 
 Kernel = Callable[..., Any]
 Cast = Callable[[Any], Any]
-
-CASTABLE = LOW_DTYPES | {torch.float32}
 
 
 def build(op: Any, category: str, device_type: str) -> Kernel:
@@ -241,7 +239,7 @@ def _calling(op: Any, device_type: str) -> Callable[[Cast, Any, Any], Any]:
     return call
 
 
-def _caster(device_type: str, sources: frozenset[torch.dtype], target: torch.dtype) -> Cast:
+def _caster(device_type: str, sources: Collection[torch.dtype], target: torch.dtype) -> Cast:
     """Casts tensors of the source dtypes on the device, alone or in lists; float64 and integers are never touched."""
 
     def cast(value: Any) -> Any:
