@@ -24,7 +24,7 @@ from .launch import (
     prepare,
     put,
     take,
-    type_of,
+    type_of_copies,
     wrote,
 )
 
@@ -41,9 +41,9 @@ def adam(storage: Storage, gradients: Tensors, o: AdamOptions) -> None:
     kind = kind_of(storage)
     with on(storage.params[0].device):
         scalars = adam_numbers(storage, o, o.seed if kind in DRAWS else None)
-        for each, part in parts(storage, gradients):
+        for grad, part in parts(storage, gradients):
             launch(
-                adam_kernel, part, (scalars,), adam_constants(o), GRAD=type_of(each.grad), LOW=type_of(each.copy),
+                adam_kernel, part, (scalars,), adam_constants(o), GRAD=grad, LOW=type_of_copies(storage),
                 KIND=int(kind.value), DECAY=decay_of(o), AMSGRAD=o.amsgrad,
             )  # fmt: skip
     wrote(storage)
@@ -96,10 +96,10 @@ def _simple(
     with on(device):
         seed = o.seed if isinstance(o, RoundedOptions) and kind in DRAWS else None
         scalars = prepare(device, o, storage.step, slowing=slowing, seed=seed)
-        for each, part in parts(storage, gradients, shaped=1 if rule else 0):
+        for grad, part in parts(storage, gradients, shaped=1 if rule else 0):
             launch(
-                simple_kernel, part, (scalars,), tuple(map(float, numbers)), GRAD=type_of(each.grad),
-                LOW=type_of(each.copy), KIND=int(kind.value), RULE=rule, NESTEROV=nesterov,
+                simple_kernel, part, (scalars,), tuple(map(float, numbers)), GRAD=grad, LOW=type_of_copies(storage),
+                KIND=int(kind.value), RULE=rule, NESTEROV=nesterov,
             )  # fmt: skip
     wrote(storage)
 

@@ -8,7 +8,6 @@ the same bits.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import nullcontext
 
 import torch
 import triton
@@ -16,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..lists import TensorList, listed
-from .launch import address, chunk_of, take
+from .launch import address, chunk_of, on, take
 from .tables import parts_of
 
 FOUND = tl.constexpr(0)
@@ -71,7 +70,7 @@ def read(gradients: Sequence[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
     floats = torch.empty(2, dtype=torch.float32, device=device)
     covered = sum(part.chunks.tensors for _, part in work) == len(dense)
     flags = (torch.empty if covered else torch.zeros)(len(dense), dtype=torch.uint8, device=device)
-    with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
+    with on(device):
         base = 0
         for dtype, part in work:
             chunks, (kind, integer, warps) = part.chunks, KINDS[dtype]
