@@ -50,7 +50,7 @@ class FusedOptimizer(Loading):
             raise OptimizerError("a fused step cannot be differentiated through: use torch.optim for such a step")
         self.master = master
         self._prepare()
-        super().__init__(params, {**defaults, "foreach": None, "differentiable": False, "fused": True})
+        super().__init__(params, {**defaults, "foreach": None, "differentiable": False, "fused": None})
         self.check_options({**self.defaults, "params": []})  # also where each group has its own
 
     def _prepare(self) -> None:
