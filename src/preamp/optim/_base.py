@@ -324,7 +324,8 @@ class FusedOptimizer(Loading):
             self.lend(None)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "master": self.master}
+        names = ("master", "rounding", "seed", "states")
+        return {**super().__getstate__(), **{name: vars(self)[name] for name in names if name in vars(self)}}
 
 
 @cache
