@@ -51,6 +51,13 @@ class HeldKernels(ABC):
         self._libraries.clear()
 
 
+def overload_of(name: str) -> Any:
+    """The operator overload called "mm", "mm.out" or "mylib::attention", or None where this torch does not have it."""
+    namespace, _, plain = name.rpartition("::")
+    packet, _, overload = plain.partition(".")
+    return getattr(getattr(getattr(torch.ops, namespace or "aten"), packet, None), overload or "default", None)
+
+
 def library_of(
     kernels: Iterable[tuple[str, Any]], key: str, *, namespace: str = "aten", with_keyset: bool = True
 ) -> torch.library.Library:

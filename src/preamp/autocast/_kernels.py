@@ -36,7 +36,6 @@ def _full(op: Any, device_type: str) -> Kernel:
     call, run = _calling(op, device_type), _quickest(op)
     to_float = _caster(device_type, LOW_DTYPES, torch.float32)
     keys, exclude = _autocast_keys(device_type), torch._C._ExcludeDispatchKeyGuard
-    dtype_argument = _dtype_argument(op)
     reads_float32 = op.overloadpacket is torch.ops.aten.linalg_matrix_norm  # whatever dtype it is asked for
 
     def full(*args: Any, **kwargs: Any) -> Any:
@@ -59,7 +58,9 @@ def _full(op: Any, device_type: str) -> Kernel:
             logs = torch.log_softmax(input, min(input.dim() - 1, 1), torch.float32)
             return torch.ops.aten.nll_loss_nd.default(logs, target, *map(to_float, args))
 
-    written = [argument.alias_info is not None and argument.alias_info.is_write for argument in op._schema.arguments]
+    arguments = op._schema.arguments
+    written = [argument.alias_info is not None and argument.alias_info.is_write for argument in arguments]
+    position = next((i for i, argument in enumerate(arguments) if argument.name == "dtype"), None)
 
     def full_beside(*args: Any, **kwargs: Any) -> Any:
         """For what also writes: a cast of those would take what is written."""
@@ -70,9 +71,9 @@ def _full(op: Any, device_type: str) -> Kernel:
         return full_beside
     if op is torch.ops.aten.cross_entropy_loss.default and device_type == "cuda":
         return full_cross_entropy
-    if dtype_argument is None:
+    if position is None:
         return full if run is op else full_of_tensors
-    position, keyword_only = dtype_argument
+    keyword_only = arguments[position].kwarg_only
 
     def full_by_dtype(*args: Any, **kwargs: Any) -> Any:
         """For softmax, sum, ...: they convert while they read, which spares a float32 copy of the input."""
@@ -105,11 +106,7 @@ _OFTEN = ("layer_norm", "group_norm", "rms_norm", "softmax.int", "log_softmax.in
 
 def _plain_low(op: Any, device_type: str) -> Kernel:
     call = _calling(op, device_type)
-
-    def plain_low(*args: Any, **kwargs: Any) -> Any:
-        return call(_to_low(device_type), args, kwargs)
-
-    return plain_low
+    return lambda *args, **kwargs: call(_to_low(device_type), args, kwargs)
 
 
 def _to_low(device_type: str) -> Cast:
@@ -256,11 +253,3 @@ def _caster(device_type: str, sources: Collection[torch.dtype], target: torch.dt
 
 def _leave(value: Any) -> Any:
     return value
-
-
-def _dtype_argument(op: Any) -> tuple[int, bool] | None:
-    """Where an operator takes the dtype to compute in: (position, whether by keyword only); None if it takes none."""
-    for position, argument in enumerate(op._schema.arguments):
-        if argument.name == "dtype":
-            return position, argument.kwarg_only
-    return None

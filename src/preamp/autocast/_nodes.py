@@ -20,7 +20,7 @@ KEPT = 2**16
 """The number of intervals kept: as many regions may come between a forward pass and its backward."""
 
 _engine: Any = torch.autograd.Variable._execution_engine
-_peek: Callable[[], int] | None = getattr(torch._C._autograd, "_get_sequence_nr", None)
+_peek: Callable[[], int] = torch._C._autograd._get_sequence_nr
 
 
 @dataclass(slots=True)
@@ -54,7 +54,7 @@ class RegionNodes:
 
     def now(self) -> int:
         """The number that the next node of this thread gets."""
-        return 0 if _peek is None else _peek()
+        return _peek()
 
     def add(self, begin: int) -> None:
         """Nodes from number `begin` until now were made in a region."""
@@ -90,8 +90,6 @@ class RegionNodes:
 
     def is_running(self) -> bool:
         """Whether the node that this thread's backward pass is running was made in a region. Asked in backward only."""
-        if _peek is None:  # a release of torch that has no numbers: in every backward pass
-            return True
         task, passes = torch._C._current_graph_task_id(), self._here.passes
         if task not in passes:
             if self._here.compiled:  # what came after the last ruled operator

@@ -27,7 +27,7 @@ from torch import Tensor
 
 from ..compiling import traced_by_callers, uncompiled
 from ..formats import LOW_DTYPES, cpu_multiplies, name_of
-from ._held import HeldKernels, library_of
+from ._held import HeldKernels, library_of, overload_of
 from ._nodes import NODES, RegionNodes
 
 MARKER = "ipu"
@@ -186,8 +186,7 @@ def ruled(dtype: torch.dtype) -> bool:
 def _kernels(key: str, dtypes: frozenset[torch.dtype]) -> Iterator[tuple[str, Callable[..., Any]]]:
     for name in (*_OPS, *_WRITING) if key == _EAGER else _OPS:
         its = dtypes | _ON_NO_CPU.get(name, frozenset())
-        packet, _, overload = name.partition(".")
-        op = getattr(getattr(torch.ops.aten, packet, None), overload or "default", None)
+        op = overload_of(name)
         if (its or name in _UP_TO) and op is not None:  # of every release of torch
             yield name, _kernel(name, op, key, its)
 
@@ -199,7 +198,7 @@ def _kernel(name: str, op: Any, key: str, dtypes: frozenset[torch.dtype]) -> Cal
     redispatch, traces, narrowed = op.redispatch, key == _TRACED, _OPS.get(name, 1)
     with_float32, writes, most = name in _WITH_FLOAT32, name in _WRITING, _UP_TO.get(name, 0)
     known = dtypes | LOW_DTYPES if most else dtypes
-    compute = getattr(torch.ops.aten, name.removesuffix("_").removesuffix(".out")).default.redispatch
+    compute = overload_of(name.removesuffix("_").removesuffix(".out")).redispatch
 
     def low_dtype(values: Any) -> torch.dtype | None:
         """The one 16-bit dtype of the factors; None where they are to be left as they are."""

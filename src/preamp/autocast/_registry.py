@@ -29,7 +29,7 @@ from ..compiling import uncompiled
 from ..errors import PolicyError
 from ..rules import RULED_ON_CPU, OpRules, autocast_key, has_kernel, native_category
 from . import _kernels
-from ._held import library_of
+from ._held import library_of, overload_of
 from ._nodes import NODES
 from ._products import COMPILED, MARKER, PRODUCTS, ruled
 from ._vmapped import VMAPPED
@@ -160,7 +160,7 @@ def _kernels_of(rules: OpRules, device_type: str) -> dict[str, list[tuple[str, _
     changed = dict(rules.changes)
     for name, category in rules.ruled():
         native = native_category(name, device_type)
-        op = _overload(name)
+        op = overload_of(name)
         torch_has_one = has_kernel(name, device_type)
         if op is None:
             continue
@@ -210,11 +210,3 @@ def _gate(op: Any, ours: _kernels.Kernel, torchs: _kernels.Kernel | None, device
         return torchs(*args, **kwargs)
 
     return kernel
-
-
-def _overload(name: str) -> Any:
-    """The operator overload of a rule's name, or None where this version of torch does not have it."""
-    namespace, _, plain = name.rpartition("::")
-    packet, _, overload = plain.partition(".")
-    found = getattr(getattr(torch.ops, namespace or "aten"), packet, None)
-    return getattr(found, overload or "default", None)
