@@ -92,6 +92,8 @@ class Loading(Optimizer):
 
     def state_dict(self) -> dict[str, Any]:
         """As torch's, with float32 masters under "master"; every parameter has a step count of its own."""
+        if not self._lent:
+            self._masters.refresh()  # a weight may have been written since the last step
         packed = super().state_dict()
         for key, state in (own := packed["state"]).items():
             if isinstance(state, dict):
