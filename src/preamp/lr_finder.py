@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from .errors import PreampError, SessionError
+from .ledger import parameters_of
 from .machine import random_kept
 from .session import Session
 from .sharding import reshard
@@ -184,22 +185,24 @@ def _valley(lrs: list[float], smoothed: list[float]) -> float | None:
 def _everything_restored(session: Session) -> Iterator[None]:
     """Models, optimizers, session and random generators as they were, whatever happens inside."""
     session.zero_grad()
-    reshard(session.models.values())
-    tensors = [t for model in session.models.values() for t in (*model.parameters(), *model.buffers())]
-    before = [(tensor, tensor.detach().clone()) for tensor in tensors]
+    models, optimizers = session.models.values(), session.optimizers.values()
+    reshard(models)
+    held = [t for model in models for t in (*model.parameters(), *model.buffers())]
+    stepped = [p for optimizer in optimizers for p in parameters_of(optimizer)]
+    before = [(tensor, tensor.detach().clone()) for tensor in dict.fromkeys([*held, *stepped])]
     kept = copy.deepcopy(session.state_dict())
-    optimizers = [(o, _optimizer_snapshot(o)) for o in session.optimizers.values()]
+    snapshots = [(o, _optimizer_snapshot(o)) for o in optimizers]
     try:
         with random_kept():
             yield
     finally:
         session.zero_grad()
-        reshard(session.models.values())
+        reshard(models)
         with torch.no_grad():
             for tensor, value in before:
                 tensor.copy_(value)
         session.load_state_dict(kept)
-        for optimizer, snapshot in optimizers:
+        for optimizer, snapshot in snapshots:
             _restore_optimizer(optimizer, *snapshot)
 
 
