@@ -265,6 +265,8 @@ def test_numbers_that_people_write(number: int, unit: str) -> None:
         (PolicyError, "O9", {"level": "O9"}),
         (PolicyError, "split", {"level": "O2", "optimizer": lambda p: preamp.optim.AdamW(p, master="split")}),
         (OptimizerError, "states='4bit'", {"optimizer": lambda p: preamp.optim.AdamW(p, states="4bit")}),
+        (PreampError, "optimizer=LBFGS", {"optimizer": torch.optim.LBFGS}),
+        (PreampError, "optimizer=SGD: give a class", {"optimizer": torch.optim.SGD([nn.Parameter(torch.ones(1))])}),
         (PolicyError, "stochastic", {"level": "O5", "optimizer": by_chance}),
     ],
     ids=lambda given: given if isinstance(given, str) else "",

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn import Parameter
-from torch.optim import Optimizer
+from torch.optim import LBFGS, Optimizer
 
 from ..errors import PreampError
 from ..frameworks import unwrapped
@@ -120,7 +120,12 @@ def _made(
     make: Callable[[Iterable[Parameter]], Optimizer], parameters: list[Parameter], *, sharded: bool
 ) -> list[Optimizer]:
     """The optimizer; two for shards in 8 bits, since those that would be cut within a block of 256 stay float32."""
-    optimizer = make(parameters)
+    optimizer = make(parameters) if callable(make) else make
+    if not callable(make) or isinstance(optimizer, LBFGS):
+        raise PreampError(
+            f"optimizer={type(optimizer).__name__}: give a class, or a function of parameters, whose optimizer steps "
+            "without a closure, as a session's do: preamp.optim.AdamW, or lambda p: torch.optim.SGD(p, 0.1)"
+        )
     if not sharded or getattr(optimizer, "states", "") != "8bit":
         return [optimizer]
     whole = [p for p in parameters if p.dim() and p.numel() and blocks_in_a_row(p)]
