@@ -22,7 +22,6 @@ from contextlib import nullcontext
 from typing import Any
 
 import torch
-import torch.compiler.config
 from torch import Tensor
 
 from ..compiling import traced_by_callers, uncompiled
@@ -95,7 +94,6 @@ class Products(HeldKernels):
         super().__init__()
         self.everywhere: set[object] = set()
         """Those who have products widened in all code."""
-        self._tag = ""
 
     def hold(self, holder: object, *, everywhere: bool = False) -> None:
         """Have products widened in what is preamp's until `release(holder)`; or in all code."""
@@ -115,23 +113,17 @@ class Products(HeldKernels):
             return
         with self._lock:
             dtypes = frozenset(dtype for dtype in LOW_DTYPES if not cpu_multiplies(dtype))
-            if not self._tag:  # the compiler's cache on disk knows nothing of our kernels
-                self._tag = f"preamp-products:{'+'.join(sorted(map(name_of, dtypes)))}"
-                torch.compiler.config.cache_key_tag += self._tag
+            if not self._tag:
+                self._tag_compiled(f"preamp-products:{'+'.join(sorted(map(name_of, dtypes)))}")
             for key in (_EAGER, _TRACED) if traces else (_EAGER,):
                 if key not in self._libraries:
-                    self._libraries[key] = library_of(_kernels(key, dtypes), key)
+                    self._libraries[key] = [library_of(_kernels(key, dtypes), key)]
 
     def forget_nodes(self) -> None:
         """No rules are held any more: nodes of the past are not preamp's, unless a session widens products still."""
         NODES.clear()
         if not self._holders:
             WIDENED_NODES.clear()
-
-    def _clear(self) -> None:
-        super()._clear()
-        torch.compiler.config.cache_key_tag = torch.compiler.config.cache_key_tag.replace(self._tag, "")
-        self._tag = ""
 
 
 PRODUCTS = Products()
