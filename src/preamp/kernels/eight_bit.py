@@ -33,6 +33,7 @@ from .adam import adam
 from .bits import chances_like, join, mix, round_stochastically, split
 from .dispatch import Algorithm, dispatch
 from .foreach import gate_of
+from .lists import flat, unflattened
 from .storage import AdamOptions, Storage, Tensors
 
 BLOCK = 256
@@ -53,11 +54,6 @@ def blocks_in_a_row(param: Tensor) -> int:
     return 0 if row % BLOCK else row // BLOCK
 
 
-def flat(tensor: Tensor) -> Tensor:
-    """A walkable tensor (`lists.walk_of`) in memory order, (n,)."""
-    return tensor.as_strided((tensor.numel(),), (1,))
-
-
 def dequantize(codes: Tensor, scales: Tensor) -> Tensor:
     """The values of `codes` (int8 or uint8, any shape, walkable): float32 of their shape and memory order.
 
@@ -68,9 +64,7 @@ def dequantize(codes: Tensor, scales: Tensor) -> Tensor:
     share *= 2.0 ** (15 - _ONE[codes.dtype])
     if codes.dtype is torch.int8:
         share.copysign_(places)
-    values = torch.empty_like(codes, dtype=torch.float32)
-    flat(values).copy_(share * scales[:, None].expand(-1, BLOCK).reshape(-1)[: codes.numel()])
-    return values
+    return unflattened(share * scales[:, None].expand(-1, BLOCK).reshape(-1)[: codes.numel()], codes)
 
 
 def quantize(values: Tensor, codes: torch.dtype, chances: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -97,9 +91,7 @@ def quantize(values: Tensor, codes: torch.dtype, chances: Tensor | None = None) 
         chosen = chosen.to(torch.float32).copysign_(padded[:count])
     else:
         chosen = torch.maximum(chosen, share > 0)
-    made = torch.empty_like(values, dtype=codes)
-    flat(made).copy_(chosen)
-    return made, scales
+    return unflattened(chosen.to(codes), values), scales
 
 
 def adam_8bit(storage: Storage, gradients: Tensors, o: AdamOptions) -> None:
@@ -138,21 +130,14 @@ def _adam_8bit(storage: Storage, gradients: Tensors, o: AdamOptions) -> None:
         moved = Storage([wide], ([first], [second]), storage.step.clone(), [copy] if copy is not None else None)
         adam(moved, [gradient], o)
         if storage.bits:
-            own = _like(param, mix(chances)) if other.dtype is torch.int8 else None
+            own = unflattened(mix(chances), param) if other.dtype is torch.int8 else None
             gate.write([param, other], split(wide, other.dtype, own))
         elif stochastic:
-            gate.write([param], [round_stochastically(wide, _like(param, mix(chances)))])
+            gate.write([param], [round_stochastically(wide, unflattened(mix(chances), param))])
         gate.write([first_codes, first_scales], quantize(first, torch.int8, chances >> 16))
         gate.write([second_codes, second_scales], quantize(second, torch.uint8, chances & 0xFFFF))
     gate.begin(storage.step)
     gate.settle(storage.step)
-
-
-def _like(tensor: Tensor, values: Tensor) -> Tensor:
-    """Values in memory order as a tensor with the shape and memory order of another."""
-    ordered = torch.empty_like(tensor, dtype=values.dtype)
-    flat(ordered).copy_(values)
-    return ordered
 
 
 _ADAM_8BIT = Algorithm(_adam_8bit, "eight_bit.adam_8bit_step", elementwise=False, low=True, shaped=2)

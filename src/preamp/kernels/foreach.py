@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ..formats import LOW_DTYPES
-from .lists import listed
+from .lists import flat, listed
 from .storage import Options, Storage, Tensors
 
 Number = Any  # a float, or a 0-d tensor
@@ -175,7 +175,7 @@ def _cut(storage: Storage, gradient: Tensor) -> Iterator[tuple[Storage, Tensors]
     """The storage of one tensor in pieces, in memory order."""
 
     def pieces(tensors: Tensors | None) -> Tensors:
-        return tensors[0].as_strided((tensors[0].numel(),), (1,)).split(SLICE) if tensors else ()
+        return flat(tensors[0]).split(SLICE) if tensors else ()
 
     params, copies, states = pieces(storage.params), pieces(storage.copies), list(map(pieces, storage.states))
     for i, piece in enumerate(pieces([gradient])):
