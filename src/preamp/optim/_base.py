@@ -211,7 +211,8 @@ class FusedOptimizer(Loading):
         @uncompiled
         @wraps(func)
         def step(self: FusedOptimizer, *args: Any, **kwargs: Any) -> Any:
-            before, after = self.is_hooked, self._optimizer_step_post_hooks or _global_optimizer_post_hooks
+            before = not self._step_supports_amp_scaling
+            after = self._optimizer_step_post_hooks or _global_optimizer_post_hooks
             if before and self._handed is not None:
                 self._handed = *self._handed[:2], None  # what hooks leave is to be collected anew
             if before or after or profiler._is_profiler_enabled:
