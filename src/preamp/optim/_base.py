@@ -324,6 +324,12 @@ class FusedOptimizer(Loading):
         if self._lent:
             self.lend(None)
 
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        if "_buckets" not in self.__dict__:  # unpickled, or copied
+            self._prepare()
+        self._buckets.clear()
+
     def __getstate__(self) -> dict[str, Any]:
         names = ("master", "rounding", "seed", "states")
         return {**super().__getstate__(), **{name: vars(self)[name] for name in names if name in vars(self)}}
