@@ -142,13 +142,6 @@ def publish_at(pointer, places, values, size, LOW: tl.constexpr, FULL: tl.conste
 
 
 @triton.jit
-def publish(table, row, tensors, tensor, places, values, size, LOW: tl.constexpr, FULL: tl.constexpr,
-            ALIGNED: tl.constexpr):  # fmt: skip
-    """Round float32 values into their copies."""
-    publish_at(address(table, row, tensors, tensor, LOW, ALIGNED), places, values, size, LOW, FULL)
-
-
-@triton.jit
 def take_param(table, row, tensors, tensor, places, size, KIND: tl.constexpr, FULL: tl.constexpr,
                ALIGNED: tl.constexpr):  # fmt: skip
     """Parameters in float32, and where they and their low bits lie. `row`: that of the low bits."""
@@ -178,7 +171,7 @@ def put_param(scalars, table, row, tensors, tensor, param, param_at, bits_at, pl
     """
     if KIND == PLAIN:
         if LOW is not None:
-            publish(table, row, tensors, tensor, places, param, size, LOW, FULL, ALIGNED)
+            publish_at(address(table, row, tensors, tensor, LOW, ALIGNED), places, param, size, LOW, FULL)
         put(param_at, places, param, size, FULL)
     else:
         bits = one_nan(param.to(tl.int32, bitcast=True))
