@@ -150,7 +150,13 @@ def _step(model: nn.Module, optimizers: list[Optimizer], masters: Any, conversio
             own = {p for group in optimizer.param_groups for p in group["params"]}
             wide = {p: p.grad.float() for p in masters.among(trained) if p in own and p.grad is not None}
         masters.swap_in(wide, wide)
-        optimizer.step()
+        try:
+            optimizer.step()
+        except RuntimeError as error:
+            raise PreampError(
+                f"{type(optimizer).__name__} cannot step tensors without memory ({str(error).splitlines()[0]}), and a "
+                "plan counts what a step allocates: prepare() a small model with it, and look at session.memory()"
+            ) from error
         peak = max(peak, memory_of([model], optimizers, masters, conversions).total)
         masters.swap_out()
     return peak
@@ -169,7 +175,8 @@ def _cut(parameters: list[Parameter], optimizers: list[Optimizer], world: int) -
         if grad is not None:
             param.grad = grad[:own]
         for name, value in state.items():
-            if value.dim() and not value.shape[0] % rows:  # a state of its shape, or the scales of its rows
+            # a state of its shape, or the scales of its rows
+            if isinstance(value, torch.Tensor) and value.dim() and not value.shape[0] % rows:
                 state[name] = value[: value.shape[0] // rows * own]
 
 
