@@ -231,6 +231,12 @@ def _beside(model: Any, optimizer: Any, session: Session | None) -> Beside | Non
     check_kind("model", model, "modules")
     check_kind("optimizer", optimizer)
     check_session(session, [model], [optimizer])
+    own = set(model.parameters())
+    if any(p not in own for group in getattr(optimizer, "param_groups", ()) for p in group["params"]):
+        raise CheckpointError(
+            "optimizer= steps a parameter that model= does not have, whose states would have no name in a sharded "
+            "checkpoint: give it to a module of the model, or write a file with preamp.checkpoint.save"
+        )
     if session is None:
         return None
     if session.is_stage:
