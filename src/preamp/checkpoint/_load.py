@@ -107,7 +107,8 @@ def _load_together(parts: list[tuple[str, Any, Any]], path: Any) -> None:
     before = [kept_on_host(target.state_dict()) for _, target, _ in parts]
     begun = 0
     try:
-        for begun, (_, target, state) in enumerate(parts, 1):
+        for _, target, state in parts:
+            begun += 1
             target.load_state_dict(state)
     except BaseException as error:
         for (_, target, _), state in reversed(list(zip(parts[:begun], before, strict=False))):
