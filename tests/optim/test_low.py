@@ -50,8 +50,6 @@ def test_a_session_with_split_masters() -> None:
 
 
 def test_states_saved_after_a_weight_was_written_have_its_new_value() -> None:
-    """As clipping of weights does after each step: the run that is resumed is the one that goes on."""
-
     def steps(param: Parameter, optimizer: torch.optim.Optimizer, count: int) -> None:
         for _ in range(count):
             param.grad = torch.full_like(param, 0.3)
