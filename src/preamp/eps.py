@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from .formats import Format, format_of
+from .formats import format_of
 from .policy import Policy
 
 SAFE_FP16_EPS = 1e-4
@@ -90,7 +90,7 @@ def _arithmetic(group: dict[str, object], policy: Policy) -> torch.dtype:
 
 def eps_row(group: int, eps: float, dtype: torch.dtype) -> EpsRow:
     """What an epsilon becomes in a dtype."""
-    facts: Format = format_of(dtype)
+    facts = format_of(dtype)
     becomes = float(torch.tensor(eps, dtype=torch.float64, device="cpu").to(dtype))
     if eps > 0 and becomes == 0:
         verdict = "zero"

@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from .errors import PreampError, SessionError
+from .ledger import parameters_of
 from .machine import random_kept
 from .session import Session
 from .sharding import reshard
@@ -96,72 +97,58 @@ def sweep(
             f"a sweep needs steps >= 4, 0 <= smoothing < 1 and stop_factor > 1; got {steps!r}, {smoothing!r} and "
             f"{stop_factor!r}"
         )
+    optimizers = list(session.optimizers.values())
+    if not optimizers:
+        raise SessionError("a sweep trains, and this session was prepared without an optimizer")
+    shares = [(group, _share(group, o)) for o in optimizers for group in o.param_groups]
+    lrs: list[float] = []
+    losses: list[float] = []
+    smoothed: list[float] = []
+    skipped, average, best, diverged = 0, 0.0, math.inf, False
+    batches = _endless(loader)
     with _everything_restored(session):
-        lrs, losses, smoothed, skipped, diverged = _run(
-            session, loader, loss_fn, start_lr, end_lr, steps, smoothing, stop_factor, clip, on_step
-        )
+        for step in range(steps):
+            lr = start_lr * (end_lr / start_lr) ** (step / (steps - 1))
+            for group, share in shares:
+                if isinstance(group["lr"], Tensor):
+                    group["lr"].fill_(lr * share)
+                else:
+                    group["lr"] = lr * share
+            with session.autocast():
+                loss = loss_fn(next(batches))
+            session.backward(loss)
+            if clip is not None:
+                session.clip_grad_norm_(clip)
+            report = session.step()
+            session.zero_grad()
+            value = loss.detach().item()
+            on_step(step)
+            diverged = not math.isfinite(value)
+            if report.skipped or diverged:
+                skipped += report.skipped
+            else:
+                average = smoothing * average + (1 - smoothing) * value
+                corrected = average / (1 - smoothing ** (len(losses) + 1))
+                lrs.append(lr)
+                losses.append(value)
+                smoothed.append(corrected)
+                best = min(best, corrected)
+                diverged = len(losses) > 10 and corrected > stop_factor * best and best > 0
+            if diverged:
+                break
     if not lrs:
         raise PreampError(f"all {skipped} steps were skipped or lost: gradients or losses were never finite")
     return LrCurve(
         lrs=tuple(lrs), losses=tuple(losses), smoothed=tuple(smoothed), skipped=skipped, diverged=diverged,
-        steepest=_steepest(lrs, smoothed), valley=_valley(lrs, smoothed), minimum_tenth=_minimum_tenth(lrs, smoothed),
+        steepest=_steepest(lrs, smoothed), valley=_valley(lrs, smoothed),
+        minimum_tenth=lrs[int(np.argmin(smoothed))] / 10 if len(lrs) >= 3 else None,
     )  # fmt: skip
 
 
-def _run(
-    session: Session, loader: Iterable[Any], loss_fn: Callable[[Any], Tensor], start_lr: float, end_lr: float,
-    steps: int, smoothing: float, stop_factor: float, clip: float | None, on_step: Callable[[int], None],
-) -> tuple[list[float], list[float], list[float], int, bool]:  # fmt: skip
-    optimizers = list(session.optimizers.values())
-    if not optimizers:
-        raise SessionError("a sweep trains, and this session was prepared without an optimizer")
-    shares = [[_share(o, group) for group in o.param_groups] for o in optimizers]
-    lrs: list[float] = []
-    losses: list[float] = []
-    smoothed: list[float] = []
-    skipped, average, best = 0, 0.0, math.inf
-    batches = _endless(loader)
-    for step in range(steps):
-        lr = start_lr * (end_lr / start_lr) ** (step / (steps - 1))
-        for optimizer, parts in zip(optimizers, shares, strict=True):
-            for group, part in zip(optimizer.param_groups, parts, strict=True):
-                _set_lr(group, lr * part)
-        with session.autocast():
-            loss = loss_fn(next(batches))
-        session.backward(loss)
-        if clip is not None:
-            session.clip_grad_norm_(clip)
-        report = session.step()
-        session.zero_grad()
-        value = loss.detach().item()
-        on_step(step)
-        if not math.isfinite(value):
-            return lrs, losses, smoothed, skipped + report.skipped, True
-        if report.skipped:
-            skipped += 1
-            continue
-        average = smoothing * average + (1 - smoothing) * value
-        corrected = average / (1 - smoothing ** (len(losses) + 1))
-        lrs.append(lr)
-        losses.append(value)
-        smoothed.append(corrected)
-        best = min(best, corrected)
-        if len(losses) > 10 and corrected > stop_factor * best and best > 0:
-            return lrs, losses, smoothed, skipped, True
-    return lrs, losses, smoothed, skipped, False
-
-
-def _share(optimizer: Optimizer, group: dict[str, Any]) -> float:
+def _share(group: dict[str, Any], optimizer: Optimizer) -> float:
     """A group's rate relative to the largest of its optimizer."""
     top = max(float(g["lr"]) for g in optimizer.param_groups)
     return float(group["lr"]) / top if top > 0 else 1.0
-
-
-def _set_lr(group: dict[str, Any], lr: float) -> None:
-    if isinstance(group["lr"], Tensor):
-        group["lr"].fill_(lr)
-    else:
-        group["lr"] = lr
 
 
 def _endless(loader: Iterable[Any]) -> Iterator[Any]:
@@ -174,14 +161,10 @@ def _endless(loader: Iterable[Any]) -> Iterator[Any]:
             raise PreampError("the loader gave no batch; a generator is read only once: give a list or a DataLoader")
 
 
-def _slopes(lrs: list[float], smoothed: list[float]) -> Any:
-    return np.gradient(np.asarray(smoothed), np.log(np.asarray(lrs)))
-
-
 def _steepest(lrs: list[float], smoothed: list[float]) -> float | None:
     if len(lrs) < 3:
         return None
-    slopes = _slopes(lrs, smoothed)
+    slopes = np.gradient(smoothed, np.log(lrs))
     index = int(slopes.argmin())
     return lrs[index] if slopes[index] < 0 else None
 
@@ -198,32 +181,28 @@ def _valley(lrs: list[float], smoothed: list[float]) -> float | None:
     return lrs[best[0] + round(length * 2 / 3)] if length >= 2 else None
 
 
-def _minimum_tenth(lrs: list[float], smoothed: list[float]) -> float | None:
-    if len(lrs) < 3:
-        return None
-    return lrs[int(np.argmin(smoothed))] / 10
-
-
 @contextmanager
 def _everything_restored(session: Session) -> Iterator[None]:
     """Models, optimizers, session and random generators as they were, whatever happens inside."""
     session.zero_grad()
-    reshard(session.models.values())
-    tensors = [t for model in session.models.values() for t in (*model.parameters(), *model.buffers())]
-    before = [(tensor, tensor.detach().clone()) for tensor in tensors]
+    models, optimizers = session.models.values(), session.optimizers.values()
+    reshard(models)
+    held = [t for model in models for t in (*model.parameters(), *model.buffers())]
+    stepped = [p for optimizer in optimizers for p in parameters_of(optimizer)]
+    before = [(tensor, tensor.detach().clone()) for tensor in dict.fromkeys([*held, *stepped])]
     kept = copy.deepcopy(session.state_dict())
-    optimizers = [(o, _optimizer_snapshot(o)) for o in session.optimizers.values()]
+    snapshots = [(o, _optimizer_snapshot(o)) for o in optimizers]
     try:
         with random_kept():
             yield
     finally:
         session.zero_grad()
-        reshard(session.models.values())
+        reshard(models)
         with torch.no_grad():
             for tensor, value in before:
                 tensor.copy_(value)
         session.load_state_dict(kept)
-        for optimizer, snapshot in optimizers:
+        for optimizer, snapshot in snapshots:
             _restore_optimizer(optimizer, *snapshot)
 
 

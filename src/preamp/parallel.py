@@ -19,7 +19,7 @@ from torch import Tensor
 from .errors import SessionError
 from .formats import LOW_DTYPES, name_of
 from .kernels import Reading, global_norm, read
-from .sharding import agreed_largest, held_here, mesh_groups, shard_groups
+from .sharding import agreed, held_here, mesh_groups, shard_groups
 
 Gradients = Sequence[Tensor | None]
 
@@ -71,13 +71,13 @@ class Agreement:
             if there:
                 flags[self._placed(there)] = reading.nonfinite.to(self._device).double()
         for mesh in self._meshes:
-            packed = _added_up(torch.cat([found.reshape(1), flags, squares]), mesh)
+            packed = agreed(torch.cat([found.reshape(1), flags, squares]), mesh, largest=False)
             found, flags = packed[0].clamp(max=1), packed[1 : 1 + self._count].clamp(max=1)
             over_it = self._placed([mesh in groups for groups in self._classes])
             squares = torch.where(over_it, packed[1 + self._count :], squares)
         square = squares.sum()
         if self._group is not None:
-            found, square = _added_up(torch.stack([found, square]), self._group).unbind()
+            found, square = agreed(torch.stack([found, square]), self._group, largest=False).unbind()
             found = found.clamp(max=1)
         present = [index for index, gradient in enumerate(gradients) if gradient is not None]
         return Reading(found.float(), square.sqrt().float(), flags.bool()[self._placed(present)])
@@ -95,11 +95,11 @@ class Agreement:
             part = global_norm(held, order, device=self._device).double()
             part = part if largest else part**order
             for mesh in meshes:
-                part = agreed_largest(part, mesh) if largest else _added_up(part, mesh)
+                agreed(part, mesh, largest=largest)
             parts.append(part)
         total = torch.stack(parts).amax() if largest else torch.stack(parts).sum()
         if self._group is not None:
-            total = agreed_largest(total, self._group) if largest else _added_up(total, self._group)
+            agreed(total, self._group, largest=largest)
         return (total if largest else total ** (1 / order)).float()
 
     def _placed(self, values: Sequence[int]) -> Tensor:
@@ -125,14 +125,8 @@ class ShardReduction:
         for group, over_it in self._over.items():
             if group not in self._masks:  # copied once: copying it at each step would be a host sync
                 self._masks[group] = torch.tensor(over_it, device=numbers.device).unsqueeze(1)
-            together = (agreed_largest if largest else _added_up)(numbers.clone(), group)
-            numbers = torch.where(self._masks[group], together, numbers)
+            numbers = torch.where(self._masks[group], agreed(numbers.clone(), group, largest=largest), numbers)
         return numbers
-
-
-def _added_up(numbers: Tensor, group: Any) -> Tensor:
-    torch.distributed.all_reduce(numbers, torch.distributed.ReduceOp.SUM, group=group)
-    return numbers
 
 
 def compress_hook(dtype: torch.dtype = torch.bfloat16) -> Any:

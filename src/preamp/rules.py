@@ -12,8 +12,8 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
-from functools import lru_cache
+from dataclasses import dataclass, replace
+from functools import lru_cache, partial
 from typing import Any, Literal, cast, get_args
 
 import torch
@@ -52,21 +52,12 @@ _NO_KERNEL = "torch has no 16-bit kernel"
 _MOVES = "moves or compares values and adds none: 16 bits lose nothing"
 
 
-def _low(family: str, *ops: str, reason: str = _TENSOR_CORES) -> OpRule:
-    return OpRule(family, "low", ops or (family,), reason)
+def _row(category: Category, family: str, *ops: str, reason: str) -> OpRule:
+    return OpRule(family, category, ops or (family,), reason)
 
 
-def _full(family: str, *ops: str, reason: str) -> OpRule:
-    return OpRule(family, "full", ops or (family,), reason)
-
-
-def _promote(family: str, *ops: str, reason: str = _MIXED) -> OpRule:
-    return OpRule(family, "promote", ops or (family,), reason)
-
-
-def _as_is(family: str, *ops: str, reason: str = _MOVES) -> OpRule:
-    return OpRule(family, "as-is", ops or (family,), reason)
-
+_low, _full = partial(_row, "low", reason=_TENSOR_CORES), partial(_row, "full")
+_promote, _as_is = partial(_row, "promote", reason=_MIXED), partial(_row, "as-is", reason=_MOVES)
 
 TABLE: tuple[OpRule, ...] = (
     # -- low: where the time goes, and where the hardware is fast and accumulates in float32
@@ -322,16 +313,20 @@ class OpRules:
     def rows(self) -> tuple[OpRule, ...]:
         """The table to print: default rows without the operators you changed, then your changes."""
         changed = dict(self.changes)
-        rows = []
-        for row in TABLE:
-            ops = tuple(op for op in row.ops if op not in changed)
-            if ops:
-                rows.append(OpRule(row.family, row.category, ops, row.reason))
-        rows += [OpRule(op, category, (op,), "changed by OpRules") for op, category in self.changes]
-        return tuple(rows)
+        kept = [replace(row, ops=tuple(op for op in row.ops if op not in changed)) for row in TABLE]
+        own = [OpRule(op, category, (op,), "changed by OpRules") for op, category in self.changes]
+        return (*(row for row in kept if row.ops), *own)
 
     def __str__(self) -> str:
-        return "; ".join(f"op {op} -> {category}" for op, category in self.changes)
+        return "; ".join(f"op {_spelt(op)} -> {category}" for op, category in self.changes)
+
+
+def _spelt(op: str) -> str:
+    """An operator's name for a rule in a string: one that stands for it alone, and for no family or other overload."""
+    try:
+        return op if resolve(op) == (op,) else f"{op}.default"
+    except PolicyError:  # of a library that is not imported now
+        return op
 
 
 def category_named(name: str) -> Category:

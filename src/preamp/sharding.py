@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import compress
 from typing import Any
 
 import torch
@@ -97,12 +98,9 @@ def mesh_groups(tensor: Any) -> tuple[Any, ...]:
 def shard_groups(tensor: Any) -> tuple[Any, ...]:
     """Those of the `mesh_groups` whose members hold different shards of it, not copies."""
     placements = tensor.placements if is_sharded(tensor) else ()
-    return tuple(g for g, placed in zip(mesh_groups(tensor), placements, strict=True) if not _is_copied(placed))
-
-
-def _is_copied(placed: Any) -> bool:
     # not `is_shard()`: what FSDP2 makes of a tensor-parallel dimension (`_StridedShard`) is a shard that denies it
-    return bool(placed.is_replicate() or placed.is_partial())
+    cut = [not (placed.is_replicate() or placed.is_partial()) for placed in placements]
+    return tuple(compress(mesh_groups(tensor), cut))
 
 
 def placed_as(gradient: Any, parameter: Any) -> Tensor:
@@ -115,17 +113,18 @@ def placed_as(gradient: Any, parameter: Any) -> Tensor:
     return found
 
 
-def agreed_largest(number: Tensor, group: Any) -> Tensor:
-    """The largest of a group's numbers, in place; all ranks of the group call it."""
-    torch.distributed.all_reduce(number, torch.distributed.ReduceOp.MAX, group=group)
-    return number
+def agreed(numbers: Tensor, group: Any, *, largest: bool) -> Tensor:
+    """A group's numbers added up, or the largest of them, in place; all ranks of the group call it."""
+    operations = torch.distributed.ReduceOp
+    torch.distributed.all_reduce(numbers, operations.MAX if largest else operations.SUM, group=group)
+    return numbers
 
 
 def agreed_flag(flag: Tensor, tensors: Iterable[Tensor]) -> Tensor:
     """A 0-d flag, above 0 on all ranks with shards of the tensors if it is on one; no host sync."""
     groups = dict.fromkeys(group for tensor in tensors for group in mesh_groups(tensor))
     for group in groups:
-        agreed_largest(flag, group)
+        agreed(flag, group, largest=True)
     return flag
 
 

@@ -22,6 +22,9 @@ PLAIN = dict.fromkeys(
 )  # looked up in compiled code, and dynamo of torch 2.8 cannot look into a frozenset
 """Types that hold nothing: most arguments of an operator are of these, and asking what else they are takes long."""
 
+CASTABLE = (torch.float16, torch.bfloat16, torch.float32)
+"""Dtypes between which tensors are cast: never from or to float64, nor integers."""
+
 
 def map_tensors(function: Callable[[Tensor], Tensor], value: Any) -> Any:
     """`value` with `function` applied to every tensor in it.
@@ -40,7 +43,13 @@ def map_tensors(function: Callable[[Tensor], Tensor], value: Any) -> Any:
         items = [map_tensors(function, item) for item in value]
         if _same(items, value):
             return value
-        return _refill_list(value, items) if isinstance(value, list) else _refill_tuple(value, items)
+        if isinstance(value, tuple):
+            return _refill_tuple(value, items)
+        if type(value) is list:
+            return items
+        filled = copy.copy(value)  # of its type, and with its attributes
+        list.__setitem__(filled, slice(None), items)
+        return filled
     if isinstance(value, Mapping):
         changed = {key: map_tensors(function, item) for key, item in value.items()}
         if _same(changed.values(), value.values()):
@@ -92,15 +101,6 @@ def _refill_mapping(original: Mapping[Any, Any], items: dict[Any, Any]) -> Any:
     return items  # the plain form of it is the best there is
 
 
-def _refill_list(original: list[Any], items: list[Any]) -> Any:
-    """A list with new items, of the original's type and with its attributes."""
-    if type(original) is list:
-        return items
-    clone = copy.copy(original)
-    list.__setitem__(clone, slice(None), items)
-    return clone
-
-
 def _refill_tuple(original: tuple[Any, ...], items: list[Any]) -> Any:
     """A tuple with new items, of the original's type and with its attributes."""
     kind: Any = type(original)
@@ -132,9 +132,6 @@ def cast_floating(value: Any, dtype: torch.dtype) -> Any:
     """`value` with its float16, bfloat16 and float32 tensors in `dtype`; integers, bools, float64 are left alone."""
 
     def cast(tensor: Tensor) -> Tensor:
-        return tensor.to(dtype) if tensor.dtype in _CASTABLE else tensor
+        return tensor.to(dtype) if tensor.dtype in CASTABLE else tensor
 
     return cast(value) if type(value) is Tensor else map_tensors(cast, value)
-
-
-_CASTABLE = (torch.float16, torch.bfloat16, torch.float32)

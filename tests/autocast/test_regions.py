@@ -337,6 +337,8 @@ def test_rules_with_lists_of_tensors() -> None:
 
 
 def test_an_unknown_operator_is_an_error_with_a_hint() -> None:
+    with pytest.raises(PolicyError, match="no OpRules"):
+        region(rules="O1").__enter__()
     with pytest.raises(PolicyError, match=r"'sofmax'; did you mean .*softmax"):
         OpRules().with_low("sofmax")
     with pytest.raises(PolicyError, match="no family of rules and no operator"):

@@ -11,7 +11,7 @@ from torch import Tensor
 
 import preamp
 from preamp.autocast import REGISTRY
-from preamp.autocast._registry import _overload
+from preamp.autocast._held import overload_of
 from preamp.errors import PolicyError
 from preamp.rules import OpRules, native_category
 from preamp.tree import tensors
@@ -26,14 +26,14 @@ FP32 = torch.float32
 def overridden() -> set[str]:
     names = {name for name, category in OpRules().ruled() if category != (native_category(name, "cpu") or "as-is")}
     names.add("linalg_vecdot")  # low in torch, too, where each term is rounded
-    return {name for name in names if _overload(name) is not None}
+    return {name for name in names if overload_of(name) is not None}
 
 
 def outcome(name: str, dtypes: tuple[torch.dtype, ...], region: Any) -> list[Tensor] | type[Exception]:
     args, kwargs = CALLS[name](Maker(*dtypes))
     with region:
         try:
-            found = tensors(_overload(name)(*args, **kwargs))
+            found = tensors(overload_of(name)(*args, **kwargs))
             return [t for t in found if t.is_floating_point()]  # the others are indices, seeds and scratch memory
         except (RuntimeError, ValueError) as error:
             return type(error)

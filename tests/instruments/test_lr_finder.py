@@ -45,18 +45,23 @@ def everything(model: nn.Module, optimizer: torch.optim.Optimizer, session: prea
 def test_everything_is_restored(level: str, trained: bool) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(6, 16), nn.BatchNorm1d(16), nn.Dropout(0.1), nn.Linear(16, 3))
-    optimizer = torch.optim.AdamW(model.parameters(), 1e-3, eps=1e-4)
+    temperature = nn.Parameter(torch.ones(()))  # in no model
+    optimizer = torch.optim.AdamW([*model.parameters(), temperature], 1e-3, eps=1e-4)
+
+    def scaled(data: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+        return loss_fn(model)(data) * temperature
+
     with preamp.prepare(model, optimizer, level=level) as session:
         for index in range(3 if trained else 0):
             with session.autocast():
-                loss = loss_fn(model)(batch(index))
+                loss = scaled(batch(index))
             session.backward(loss)
             session.step()
             session.zero_grad()
         group = optimizer.param_groups[0]
-        before = everything(model, optimizer, session)
-        curve = sweep(session, loader(), loss_fn(model), steps=20, start_lr=1e-4, end_lr=1.0)
-        assert everything(model, optimizer, session) == before
+        before, own = everything(model, optimizer, session), temperature.item()
+        curve = sweep(session, loader(), scaled, steps=20, start_lr=1e-4, end_lr=1.0)
+        assert everything(model, optimizer, session) == before and temperature.item() == own
         assert optimizer.param_groups[0] is group and group["lr"] == 1e-3
         assert len(curve.lrs) + curve.skipped >= 20 or curve.diverged
         assert all(p.grad is None for p in model.parameters())

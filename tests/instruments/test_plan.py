@@ -208,6 +208,15 @@ def test_bytes_a_parameter(level: str, make: Make, each: float) -> None:
     assert plan("7B", make, level=level).held.total / 7e9 == pytest.approx(each, abs=0.005)
 
 
+def test_states_that_are_no_tensors() -> None:
+    def counting(params: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+        optimizer = torch.optim.SGD(params)
+        optimizer.state[optimizer.param_groups[0]["params"][0]]["n"] = 1
+        return optimizer
+
+    assert len({plan("1M", make, shard="fsdp2", world=2).held.total for make in (torch.optim.SGD, counting)}) == 1
+
+
 def test_a_model_is_only_read() -> None:
     model = build()
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
@@ -265,6 +274,9 @@ def test_numbers_that_people_write(number: int, unit: str) -> None:
         (PolicyError, "O9", {"level": "O9"}),
         (PolicyError, "split", {"level": "O2", "optimizer": lambda p: preamp.optim.AdamW(p, master="split")}),
         (OptimizerError, "states='4bit'", {"optimizer": lambda p: preamp.optim.AdamW(p, states="4bit")}),
+        (PreampError, "ASGD cannot step tensors without memory", {"optimizer": torch.optim.ASGD}),
+        (PreampError, "optimizer=LBFGS", {"optimizer": torch.optim.LBFGS}),
+        (PreampError, "optimizer=SGD: give a class", {"optimizer": torch.optim.SGD([nn.Parameter(torch.ones(1))])}),
         (PolicyError, "stochastic", {"level": "O5", "optimizer": by_chance}),
     ],
     ids=lambda given: given if isinstance(given, str) else "",

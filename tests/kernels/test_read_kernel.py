@@ -8,6 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from preamp.kernels import Reading
+
 from ..rows import over
 from .where import inside
 
@@ -24,7 +26,7 @@ DTYPES = [torch.float16, torch.bfloat16, torch.float32]
 def check(gradients: list[Tensor]) -> None:
     from preamp.kernels.triton.read import read
 
-    got = read(gradients)
+    got = Reading(*read(gradients))
     values = torch.cat([g.double().reshape(-1) for g in gradients])
     assert float(got.found) == float(not values.isfinite().all())
     assert got.nonfinite.tolist() == [not bool(g.isfinite().all()) for g in gradients]

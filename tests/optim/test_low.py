@@ -1,4 +1,4 @@
-"""bfloat16 weights with split masters in a session, beside float32 masters."""
+"""bfloat16 weights with masters: split ones in a session, float32 ones in an optimizer's states."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import copy
 
 import pytest
 import torch
+from torch.nn import Parameter
 
 import preamp
 from preamp.optim import AdamW
@@ -46,3 +47,24 @@ def test_a_session_with_split_masters() -> None:
         assert losses[2 * one] == pytest.approx(losses[2 * other], rel=1e-2)
         for a, b in zip(finals[one], finals[other], strict=True):
             assert torch.allclose(a, b, atol=2e-2)
+
+
+def test_states_saved_after_a_weight_was_written_have_its_new_value() -> None:
+    def steps(param: Parameter, optimizer: torch.optim.Optimizer, count: int) -> None:
+        for _ in range(count):
+            param.grad = torch.full_like(param, 0.3)
+            optimizer.step()
+            with torch.no_grad():
+                param.mul_(0.75)
+
+    param = Parameter(torch.randn(64).bfloat16())
+    optimizer = AdamW([param], 1e-2)
+    steps(param, optimizer, 3)
+    other = Parameter(param.detach().clone())
+    resumed = AdamW([other], 1e-2)
+    resumed.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    assert torch.equal(other, param)
+    steps(param, optimizer, 2)
+    steps(other, resumed, 2)
+    assert torch.equal(other, param)
+    assert torch.equal(resumed.state[other]["master"], optimizer.state[param]["master"])

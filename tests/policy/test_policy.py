@@ -215,7 +215,7 @@ WRONG = [
     ("norms=fp16", "norms=fp16: norms are fp32 or, as the parameters, fp32"),
     ("O2,norms=rules", "norm layers hold parameters"),
     ("output=fp64", "output=fp64: output is fp32, fp16, bf16 or as-is"),
-    ("scale=0", "scale=0.0: a loss scale is a finite number above 0, 'dynamic' or 'hysteresis'"),
+    ("scale=0", "scale='0': a loss scale is a finite number above 0, 'dynamic' or 'hysteresis'"),
     ("scale=lots", "scale='lots': a loss scale is a finite number above 0"),
     ("O0; head -> bf16", "head -> bf16 with compute=fp32: nothing is cast in such a policy"),
     ("ops=all", "ops='all': write 'rules', 'none', or an OpRules"),

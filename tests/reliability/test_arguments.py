@@ -113,6 +113,14 @@ def test_objects_of_another_kind(tmp_path: Path, name: str) -> None:
     assert alike(run.state(), before)
 
 
+def test_parameters_of_no_model_have_no_name_in_a_sharded_checkpoint(tmp_path: Path) -> None:
+    model, temperature = nn.Linear(2, 2), nn.Parameter(torch.ones(()))
+    optimizer = torch.optim.SGD([*model.parameters(), temperature], 0.1)
+    for call in (checkpoint.save_sharded, checkpoint.save_sharded_async, checkpoint.load_sharded):
+        with pytest.raises(CheckpointError, match="a parameter that model= does not have"):
+            call(tmp_path / "a", model, optimizer=optimizer)
+
+
 def test_classes_for_objects(tmp_path: Path) -> None:
     checkpoint.save(tmp_path / "a.pt", model=nn.Linear(2, 2), schedule={"a": 1})
     with pytest.raises(CheckpointError, match=r"schedule is the class Linear"):

@@ -260,10 +260,7 @@ def taken(session: preamp.Session, model: nn.Linear) -> None:
     session.zero_grad()
 
 
-SGD = [pytest.param(kind, marks=pytest.mark.slow) for kind in ("torch.SGD", "preamp.SGD")]
-
-
-@pytest.mark.parametrize("kind", ["torch.AdamW", "preamp.AdamW", *SGD])
+@pytest.mark.parametrize("kind", ["torch.AdamW", "preamp.AdamW"])
 def test_parts_of_a_wrong_kind(tmp_path: Path, kind: str) -> None:
     """In any place of a file that is whole: refused, and nothing has changed; what is not refused can be stepped."""
     torch.manual_seed(0)

@@ -9,12 +9,9 @@ from typing import Any, TypeVar
 
 import torch
 
-from ..formats import LOW_DTYPES
-from ..tree import cast_floating, tensors
+from ..tree import CASTABLE, cast_floating, tensors
 
 F = TypeVar("F", bound=Callable[..., Any])
-
-_CASTABLE = LOW_DTYPES | {torch.float32}
 
 
 def half_function(function: F) -> F:
@@ -73,7 +70,7 @@ def promote_function(function: F) -> F:
     """
 
     def promote(_: str, args: Any, kwargs: Any) -> Any:
-        found = {t.dtype for t in tensors((args, kwargs)) if t.dtype in _CASTABLE}
+        found = {t.dtype for t in tensors((args, kwargs)) if t.dtype in CASTABLE}
         if len(found) < 2:
             return function(*args, **kwargs)
         widest = reduce(torch.promote_types, found)

@@ -5,19 +5,20 @@ from __future__ import annotations
 import threading
 import warnings
 import weakref
-from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from typing import Any
 
 import torch
+import torch.compiler.config
 
 
-class HeldKernels(ABC):
+class HeldKernels:
     """Some kernels, with those who hold them; the last one to release them clears the dispatcher."""
 
     def __init__(self) -> None:
         self._holders: set[object] = set()
-        self._libraries: dict[str, torch.library.Library] = {}
+        self._libraries: dict[str, list[torch.library.Library]] = {}
+        self._tag = ""
         self._lock = threading.RLock()
 
     def hold(self, holder: object) -> None:
@@ -41,14 +42,28 @@ class HeldKernels(ABC):
         end.atexit = False
         return end
 
-    @abstractmethod
     def install(self) -> None:
         """Put kernels that are missing into the dispatcher, if somebody holds them."""
 
+    def _tag_compiled(self, tag: str) -> None:
+        """Tell compiled code apart by `tag`: the compiler's cache on disk knows nothing of our kernels."""
+        self._tag = tag
+        torch.compiler.config.cache_key_tag += tag
+
     def _clear(self) -> None:
-        for library in self._libraries.values():
-            library._destroy()
+        for libraries in self._libraries.values():
+            for library in libraries:
+                library._destroy()
         self._libraries.clear()
+        torch.compiler.config.cache_key_tag = torch.compiler.config.cache_key_tag.replace(self._tag, "")
+        self._tag = ""
+
+
+def overload_of(name: str) -> Any:
+    """The operator overload called "mm", "mm.out" or "mylib::attention", or None where this torch does not have it."""
+    namespace, _, plain = name.rpartition("::")
+    packet, _, overload = plain.partition(".")
+    return getattr(getattr(getattr(torch.ops, namespace or "aten"), packet, None), overload or "default", None)
 
 
 def library_of(

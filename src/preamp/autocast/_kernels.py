@@ -7,7 +7,7 @@ Casts happen above autograd, so gradients flow back through them to the dtype th
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from functools import partial, reduce
 from typing import Any
 
@@ -16,12 +16,10 @@ from torch import Tensor
 
 from ..formats import LOW_DTYPES
 from ..rules import autocast_key
-from ..tree import tensors
+from ..tree import CASTABLE, tensors
 
 Kernel = Callable[..., Any]
 Cast = Callable[[Any], Any]
-
-CASTABLE = LOW_DTYPES | {torch.float32}
 
 
 def build(op: Any, category: str, device_type: str) -> Kernel:
@@ -38,7 +36,6 @@ def _full(op: Any, device_type: str) -> Kernel:
     call, run = _calling(op, device_type), _quickest(op)
     to_float = _caster(device_type, LOW_DTYPES, torch.float32)
     keys, exclude = _autocast_keys(device_type), torch._C._ExcludeDispatchKeyGuard
-    dtype_argument = _dtype_argument(op)
     reads_float32 = op.overloadpacket is torch.ops.aten.linalg_matrix_norm  # whatever dtype it is asked for
 
     def full(*args: Any, **kwargs: Any) -> Any:
@@ -61,7 +58,9 @@ def _full(op: Any, device_type: str) -> Kernel:
             logs = torch.log_softmax(input, min(input.dim() - 1, 1), torch.float32)
             return torch.ops.aten.nll_loss_nd.default(logs, target, *map(to_float, args))
 
-    written = [argument.alias_info is not None and argument.alias_info.is_write for argument in op._schema.arguments]
+    arguments = op._schema.arguments
+    written = [argument.alias_info is not None and argument.alias_info.is_write for argument in arguments]
+    position = next((i for i, argument in enumerate(arguments) if argument.name == "dtype"), None)
 
     def full_beside(*args: Any, **kwargs: Any) -> Any:
         """For what also writes: a cast of those would take what is written."""
@@ -72,9 +71,9 @@ def _full(op: Any, device_type: str) -> Kernel:
         return full_beside
     if op is torch.ops.aten.cross_entropy_loss.default and device_type == "cuda":
         return full_cross_entropy
-    if dtype_argument is None:
+    if position is None:
         return full if run is op else full_of_tensors
-    position, keyword_only = dtype_argument
+    keyword_only = arguments[position].kwarg_only
 
     def full_by_dtype(*args: Any, **kwargs: Any) -> Any:
         """For softmax, sum, ...: they convert while they read, which spares a float32 copy of the input."""
@@ -107,11 +106,7 @@ _OFTEN = ("layer_norm", "group_norm", "rms_norm", "softmax.int", "log_softmax.in
 
 def _plain_low(op: Any, device_type: str) -> Kernel:
     call = _calling(op, device_type)
-
-    def plain_low(*args: Any, **kwargs: Any) -> Any:
-        return call(_to_low(device_type), args, kwargs)
-
-    return plain_low
+    return lambda *args, **kwargs: call(_to_low(device_type), args, kwargs)
 
 
 def _to_low(device_type: str) -> Cast:
@@ -241,7 +236,7 @@ def _calling(op: Any, device_type: str) -> Callable[[Cast, Any, Any], Any]:
     return call
 
 
-def _caster(device_type: str, sources: frozenset[torch.dtype], target: torch.dtype) -> Cast:
+def _caster(device_type: str, sources: Collection[torch.dtype], target: torch.dtype) -> Cast:
     """Casts tensors of the source dtypes on the device, alone or in lists; float64 and integers are never touched."""
 
     def cast(value: Any) -> Any:
@@ -258,11 +253,3 @@ def _caster(device_type: str, sources: frozenset[torch.dtype], target: torch.dty
 
 def _leave(value: Any) -> Any:
     return value
-
-
-def _dtype_argument(op: Any) -> tuple[int, bool] | None:
-    """Where an operator takes the dtype to compute in: (position, whether by keyword only); None if it takes none."""
-    for position, argument in enumerate(op._schema.arguments):
-        if argument.name == "dtype":
-            return position, argument.kwarg_only
-    return None

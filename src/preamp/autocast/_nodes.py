@@ -20,7 +20,6 @@ KEPT = 2**16
 """The number of intervals kept: as many regions may come between a forward pass and its backward."""
 
 _engine: Any = torch.autograd.Variable._execution_engine
-_peek: Callable[[], int] | None = getattr(torch._C._autograd, "_get_sequence_nr", None)
 
 
 @dataclass(slots=True)
@@ -46,15 +45,14 @@ class _Here(threading.local):
 class RegionNodes:
     """Intervals of sequence numbers, disjoint and in order; one list for all threads, as no node records its own."""
 
+    now: Callable[[], int] = staticmethod(torch._C._autograd._get_sequence_nr)
+    """The number that the next node of this thread gets."""
+
     def __init__(self) -> None:
         self._begins: list[int] = []
         self._ends: list[int] = []
         self._lock = threading.Lock()
         self._here = _Here()
-
-    def now(self) -> int:
-        """The number that the next node of this thread gets."""
-        return 0 if _peek is None else _peek()
 
     def add(self, begin: int) -> None:
         """Nodes from number `begin` until now were made in a region."""
@@ -90,8 +88,6 @@ class RegionNodes:
 
     def is_running(self) -> bool:
         """Whether the node that this thread's backward pass is running was made in a region. Asked in backward only."""
-        if _peek is None:  # a release of torch that has no numbers: in every backward pass
-            return True
         task, passes = torch._C._current_graph_task_id(), self._here.passes
         if task not in passes:
             if self._here.compiled:  # what came after the last ruled operator

@@ -22,12 +22,11 @@ from contextlib import nullcontext
 from typing import Any
 
 import torch
-import torch.compiler.config
 from torch import Tensor
 
 from ..compiling import traced_by_callers, uncompiled
 from ..formats import LOW_DTYPES, cpu_multiplies, name_of
-from ._held import HeldKernels, library_of
+from ._held import HeldKernels, library_of, overload_of
 from ._nodes import NODES, RegionNodes
 
 MARKER = "ipu"
@@ -95,7 +94,6 @@ class Products(HeldKernels):
         super().__init__()
         self.everywhere: set[object] = set()
         """Those who have products widened in all code."""
-        self._tag = ""
 
     def hold(self, holder: object, *, everywhere: bool = False) -> None:
         """Have products widened in what is preamp's until `release(holder)`; or in all code."""
@@ -115,23 +113,17 @@ class Products(HeldKernels):
             return
         with self._lock:
             dtypes = frozenset(dtype for dtype in LOW_DTYPES if not cpu_multiplies(dtype))
-            if not self._tag:  # the compiler's cache on disk knows nothing of our kernels
-                self._tag = f"preamp-products:{'+'.join(sorted(map(name_of, dtypes)))}"
-                torch.compiler.config.cache_key_tag += self._tag
+            if not self._tag:
+                self._tag_compiled(f"preamp-products:{'+'.join(sorted(map(name_of, dtypes)))}")
             for key in (_EAGER, _TRACED) if traces else (_EAGER,):
                 if key not in self._libraries:
-                    self._libraries[key] = library_of(_kernels(key, dtypes), key)
+                    self._libraries[key] = [library_of(_kernels(key, dtypes), key)]
 
     def forget_nodes(self) -> None:
         """No rules are held any more: nodes of the past are not preamp's, unless a session widens products still."""
         NODES.clear()
         if not self._holders:
             WIDENED_NODES.clear()
-
-    def _clear(self) -> None:
-        super()._clear()
-        torch.compiler.config.cache_key_tag = torch.compiler.config.cache_key_tag.replace(self._tag, "")
-        self._tag = ""
 
 
 PRODUCTS = Products()
@@ -186,8 +178,7 @@ def ruled(dtype: torch.dtype) -> bool:
 def _kernels(key: str, dtypes: frozenset[torch.dtype]) -> Iterator[tuple[str, Callable[..., Any]]]:
     for name in (*_OPS, *_WRITING) if key == _EAGER else _OPS:
         its = dtypes | _ON_NO_CPU.get(name, frozenset())
-        packet, _, overload = name.partition(".")
-        op = getattr(getattr(torch.ops.aten, packet, None), overload or "default", None)
+        op = overload_of(name)
         if (its or name in _UP_TO) and op is not None:  # of every release of torch
             yield name, _kernel(name, op, key, its)
 
@@ -199,7 +190,7 @@ def _kernel(name: str, op: Any, key: str, dtypes: frozenset[torch.dtype]) -> Cal
     redispatch, traces, narrowed = op.redispatch, key == _TRACED, _OPS.get(name, 1)
     with_float32, writes, most = name in _WITH_FLOAT32, name in _WRITING, _UP_TO.get(name, 0)
     known = dtypes | LOW_DTYPES if most else dtypes
-    compute = getattr(torch.ops.aten, name.removesuffix("_").removesuffix(".out")).default.redispatch
+    compute = overload_of(name.removesuffix("_").removesuffix(".out")).redispatch
 
     def low_dtype(values: Any) -> torch.dtype | None:
         """The one 16-bit dtype of the factors; None where they are to be left as they are."""

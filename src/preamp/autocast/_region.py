@@ -39,7 +39,7 @@ class autocast(torch.autocast):
         rules: An `OpRules` with changes of yours; None for those of the open session, else the default table.
 
     Raises:
-        PolicyError: As `torch.export` enters it, which would keep torch's lists.
+        PolicyError: For other rules, and as `torch.export` enters it, which would keep torch's lists.
 
     >>> with preamp.autocast("cpu", dtype=torch.bfloat16):
     ...     torch.randn(4, 4).mm(torch.randn(4, 4)).softmax(-1).dtype
@@ -64,6 +64,8 @@ class autocast(torch.autocast):
             self.fast_dtype, self._cache_enabled = dtype, cache_enabled  # type: ignore[assignment]
         else:
             super().__init__(device_type, dtype=dtype, enabled=enabled, cache_enabled=cache_enabled)
+            if not isinstance(rules, (OpRules, type(None))):
+                raise PolicyError(f"rules={rules!r:.60} are no OpRules: write rules=OpRules().with_low('softmax')")
         self._rules = rules
         self._outer: list[tuple[Any, ...]] = []
 

@@ -18,18 +18,16 @@ from __future__ import annotations
 
 import functools
 import hashlib
-import threading
 from collections import defaultdict
 from typing import Any
 
 import torch
-import torch.compiler.config
 
 from ..compiling import uncompiled
 from ..errors import PolicyError
 from ..rules import RULED_ON_CPU, OpRules, autocast_key, has_kernel, native_category
 from . import _kernels
-from ._held import library_of
+from ._held import HeldKernels, library_of, overload_of
 from ._nodes import NODES
 from ._products import COMPILED, MARKER, PRODUCTS, ruled
 from ._vmapped import VMAPPED
@@ -41,20 +39,17 @@ MARKER_DTYPES = (
 )  # fmt: skip
 
 
-class Registry:
+class Registry(HeldKernels):
     """The rules that are in the dispatcher now. There is one (`REGISTRY`), because there is one dispatcher."""
 
     def __init__(self) -> None:
+        super().__init__()
         self.rules: OpRules | None = None
         self.stamp = ""
         """Names the rules in the dispatcher ("" for none). Traced code reads it, and so is guarded on it."""
         self._numbers: dict[OpRules, int] = {}
         self._number = 0
-        self._holders: set[object] = set()
         self._lingering = False
-        self._libraries: dict[str, list[torch.library.Library]] = {}
-        self._tag = ""
-        self._lock = threading.RLock()
 
     def enter(self, rules: OpRules | None, device_type: str, lingering: bool) -> int:
         """Rules for a region. They stay after it, since its backward may recompute: `lingering` until `uninstall()`,
@@ -66,7 +61,7 @@ class Registry:
             self._lingering |= lingering
             return self._number
 
-    def hold(self, rules: OpRules, device_type: str) -> object:
+    def hold_rules(self, rules: OpRules, device_type: str) -> object:
         """Rules for a session: kept until `release()` of what is returned."""
         with self._lock:
             self._ensure(rules, device_type)
@@ -75,7 +70,7 @@ class Registry:
             return holder
 
     def release(self, holder: object) -> None:
-        """Give up a `hold()`, once. The last one clears the dispatcher, unless regions of others were entered."""
+        """Give up a `hold_rules()`, once. The last one clears the dispatcher, unless regions of others were entered."""
         with self._lock:
             if holder in self._holders:
                 self._holders.remove(holder)
@@ -108,8 +103,7 @@ class Registry:
             self.rules = wanted
             self._number = self._numbers.setdefault(wanted, len(self._numbers))
             self.stamp = f"rules {self._number}"
-            self._tag = _tag_of(wanted)  # torch.compile's cache on disk knows nothing of our kernels
-            torch.compiler.config.cache_key_tag += self._tag
+            self._tag_compiled(_tag_of(wanted))
             VMAPPED.hold(self)
         if device_type == "cpu" and device_type in self._libraries:
             PRODUCTS.install()  # those for tracing, if the compiler has come since
@@ -124,18 +118,10 @@ class Registry:
                 raise
 
     def _clear(self) -> None:
-        if self.rules is None:
-            return
-        for libraries in self._libraries.values():
-            for library in libraries:
-                library._destroy()
-        self._libraries.clear()
+        super()._clear()
         VMAPPED.release(self)
         PRODUCTS.release(self)
-        torch.compiler.config.cache_key_tag = torch.compiler.config.cache_key_tag.replace(self._tag, "")
-        self.rules = None
-        self._lingering = False
-        self.stamp = ""
+        self.rules, self._lingering, self.stamp = None, False, ""
 
 
 REGISTRY = Registry()
@@ -160,7 +146,7 @@ def _kernels_of(rules: OpRules, device_type: str) -> dict[str, list[tuple[str, _
     changed = dict(rules.changes)
     for name, category in rules.ruled():
         native = native_category(name, device_type)
-        op = _overload(name)
+        op = overload_of(name)
         torch_has_one = has_kernel(name, device_type)
         if op is None:
             continue
@@ -210,11 +196,3 @@ def _gate(op: Any, ours: _kernels.Kernel, torchs: _kernels.Kernel | None, device
         return torchs(*args, **kwargs)
 
     return kernel
-
-
-def _overload(name: str) -> Any:
-    """The operator overload of a rule's name, or None where this version of torch does not have it."""
-    namespace, _, plain = name.rpartition("::")
-    packet, _, overload = plain.partition(".")
-    found = getattr(getattr(torch.ops, namespace or "aten"), packet, None)
-    return getattr(found, overload or "default", None)

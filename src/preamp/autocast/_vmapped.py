@@ -26,7 +26,7 @@ class Vmapped(HeldKernels):
         """Put the rules in the place of torch's."""
         if self._holders and not self._libraries:
             rules = [(name, rule) for name, rule in _RULES.items() if hasattr(torch.ops.aten, name)]
-            self._libraries["aten"] = library_of(rules, "FuncTorchBatched", with_keyset=False)
+            self._libraries["aten"] = [library_of(rules, "FuncTorchBatched", with_keyset=False)]
 
 
 VMAPPED = Vmapped()

@@ -83,8 +83,6 @@ def _parts(models: Iterable[Any]) -> set[Any]:
 
 
 _VALUES = {*PLAIN, bytes, bytearray, complex, set}
-_LISTS = (list, tuple, torch.Size)
-_DICTS = (dict, OrderedDict, Counter)
 
 
 def kept_on_host(value: Any) -> Any:
@@ -107,10 +105,10 @@ def check_loadable(value: Any, where: str) -> None:
     kind = type(value)
     if isinstance(value, Tensor) or kind in _VALUES:
         return
-    if kind in _LISTS:
+    if kind in (list, tuple, torch.Size):
         for index, item in enumerate(value):
             check_loadable(item, f"{where}[{index}]")
-    elif kind in _DICTS:
+    elif kind in (dict, OrderedDict, Counter):
         for key, item in value.items():
             check_loadable(key, f"a key of {where}")
             check_loadable(item, f"{where}[{key!r}]")

@@ -161,7 +161,6 @@ def _check_seal(file: IO[bytes], path: Any) -> None:
 
 
 def _hash_of_first(file: IO[bytes], count: int) -> Any:
-    """SHA-256 of the first `count` bytes."""
     hashed = hashlib.sha256()
     file.seek(0)
     while count > 0 and (block := file.read(min(count, 1 << 20))):

@@ -98,8 +98,6 @@ def _content(
     return {**content, BITS: bits} if any(bits.values()) else content
 
 
-# -- in the background
-
 _under_way: list[Thread] = []
 
 

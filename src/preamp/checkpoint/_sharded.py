@@ -27,7 +27,7 @@ from ..sharding import rank, ranks
 from ..tree import map_tensors
 from ._arguments import AnyPath, check_kind, check_path, check_session, kept_on_host
 from ._file import read, sha256_of, write
-from ._fitting import fitting
+from ._fitting import fitting, names_of
 from ._load import tell_left
 from ._masters import BITS, Beside, in_float32, joined, masters_of
 from ._ranks import named_states, names_in, on_all_ranks, own_group, states_for
@@ -231,6 +231,11 @@ def _beside(model: Any, optimizer: Any, session: Session | None) -> Beside | Non
     check_kind("model", model, "modules")
     check_kind("optimizer", optimizer)
     check_session(session, [model], [optimizer])
+    if "" in names_of({"model": model}, optimizer):
+        raise CheckpointError(
+            "optimizer= steps a parameter that model= does not have, whose states would have no name in a sharded "
+            "checkpoint: give it to a module of the model, or write a file with preamp.checkpoint.save"
+        )
     if session is None:
         return None
     if session.is_stage:

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from .dispatch import Backend, Backends
-from .foreach import by_torch_fused, descend, gate_of, gradients_of, number_of, root, single
-from .rounding import Kinds
+from .dispatch import Algorithm, dispatch
+from .foreach import Gate, by_torch_fused, descend, gated, gradients_of, root, single
 from .storage import AdamOptions, Storage, Tensors
 
 
@@ -24,24 +23,16 @@ def adam(storage: Storage, gradients: Tensors, o: AdamOptions) -> None:
     multiplied by the factor. Where Triton runs, there is one launch for each dtype of gradients, and one that
     computes the few numbers that all of them need.
     """
-    if storage.params:
-        _ADAM.dispatch(storage, gradients, o)
+    dispatch(_ADAM, storage, gradients, o)
 
 
-def reference(storage: Storage, gradients: Tensors, o: AdamOptions) -> None:
-    """The step as plain operations over lists."""
-    params, (exp_avgs, exp_avg_sqs, *maxima), step = storage.params, storage.states, storage.step
-    device, (beta1, beta2) = params[0].device, o.betas
-    gate = gate_of(device, o.found)
-    if gate is None:
-        return
-    assert step is not None
+@gated
+def _adam(storage: Storage, gradients: Tensors, o: AdamOptions, gate: Gate) -> None:
+    params, (exp_avgs, exp_avg_sqs, *maxima), (beta1, beta2) = storage.params, storage.states, o.betas
     d = gradients_of(storage, gradients, o)
     p, m, v = gate.draft(params), gate.draft(exp_avgs), gate.draft(exp_avg_sqs)
-    gate.count(step)
-    count, rate = number_of(step, device), number_of(o.lr, device)
     if o.weight_decay and o.decoupled_weight_decay:
-        torch._foreach_mul_(p, single(1 - rate * o.weight_decay))
+        torch._foreach_mul_(p, single(1 - gate.rate * o.weight_decay))
     elif o.weight_decay:
         torch._foreach_add_(d, p, alpha=o.weight_decay)
     torch._foreach_lerp_(m, d, 1 - beta1)
@@ -52,14 +43,12 @@ def reference(storage: Storage, gradients: Tensors, o: AdamOptions) -> None:
         largest = gate.draft(maxima[0])
         torch._foreach_maximum_(largest, v)
     below = torch._foreach_sqrt(largest)
-    torch._foreach_div_(below, single(root(1 - beta2**count)))
+    torch._foreach_div_(below, single(root(1 - beta2**gate.count)))
     torch._foreach_add_(below, o.eps)
     torch._foreach_copy_(d, m)  # the gradients' memory is free now
     torch._foreach_div_(d, below)
-    descend(p, d, single(rate / (1 - beta1**count)))
+    descend(p, d, single(gate.rate / (1 - beta1**gate.count)))
     gate.commit((params, p), (exp_avgs, m), (exp_avg_sqs, v), *([(maxima[0], largest)] if o.amsgrad else []))
-    gate.settle(step)
-    gate.publish(storage)
 
 
 def _torch_fused(storage: Storage, gradients: Tensors, o: AdamOptions) -> None:
@@ -69,10 +58,4 @@ def _torch_fused(storage: Storage, gradients: Tensors, o: AdamOptions) -> None:
     )  # fmt: skip
 
 
-def _kernel() -> Backend:
-    from .triton import elementwise
-
-    return elementwise.adam
-
-
-_ADAM = Kinds(Backends(reference, _kernel, ("_fused_adam_", _torch_fused)))
+_ADAM = Algorithm(_adam, "elementwise.adam", ("_fused_adam_", _torch_fused))

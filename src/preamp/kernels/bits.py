@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from ..sharding import held_here, placed_like
+from .lists import unflattened
 
 _NAN = 0x7FC00000
 _MASK = 0xFFFFFFFF
@@ -73,9 +74,7 @@ def chances_like(tensor: Tensor, seed: int, step: Tensor | int, position: int) -
     of_tensor = mix((key + position * 0x9E3779B9) & _MASK)
     places = torch.arange(tensor.numel(), device=tensor.device)
     made = mix((places & _MASK) ^ mix(of_tensor + (places >> 32) & _MASK))
-    ordered = torch.empty_like(tensor, dtype=torch.int64)
-    ordered.as_strided((tensor.numel(),), (1,)).copy_(made)
-    return ordered
+    return unflattened(made, tensor)
 
 
 def mix(value: Any) -> Any:

@@ -23,6 +23,7 @@ A second moment above 0 never becomes 0: beside a first moment that is not 0, th
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -30,8 +31,9 @@ from torch import Tensor
 from ..formats import LOW_DTYPES
 from .adam import adam
 from .bits import chances_like, join, mix, round_stochastically, split
-from .dispatch import Backend, Backends, dispatch
-from .foreach import Gate, gate_of
+from .dispatch import Algorithm, dispatch
+from .foreach import gate_of
+from .lists import flat, unflattened
 from .storage import AdamOptions, Storage, Tensors
 
 BLOCK = 256
@@ -52,11 +54,6 @@ def blocks_in_a_row(param: Tensor) -> int:
     return 0 if row % BLOCK else row // BLOCK
 
 
-def flat(tensor: Tensor) -> Tensor:
-    """A walkable tensor (`lists.walk_of`) in memory order, (n,)."""
-    return tensor.as_strided((tensor.numel(),), (1,))
-
-
 def dequantize(codes: Tensor, scales: Tensor) -> Tensor:
     """The values of `codes` (int8 or uint8, any shape, walkable): float32 of their shape and memory order.
 
@@ -67,9 +64,7 @@ def dequantize(codes: Tensor, scales: Tensor) -> Tensor:
     share *= 2.0 ** (15 - _ONE[codes.dtype])
     if codes.dtype is torch.int8:
         share.copysign_(places)
-    values = torch.empty_like(codes, dtype=torch.float32)
-    flat(values).copy_(share * scales[:, None].expand(-1, BLOCK).reshape(-1)[: codes.numel()])
-    return values
+    return unflattened(share * scales[:, None].expand(-1, BLOCK).reshape(-1)[: codes.numel()], codes)
 
 
 def quantize(values: Tensor, codes: torch.dtype, chances: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -96,9 +91,7 @@ def quantize(values: Tensor, codes: torch.dtype, chances: Tensor | None = None) 
         chosen = chosen.to(torch.float32).copysign_(padded[:count])
     else:
         chosen = torch.maximum(chosen, share > 0)
-    made = torch.empty_like(values, dtype=codes)
-    flat(made).copy_(chosen)
-    return made, scales
+    return unflattened(chosen.to(codes), values), scales
 
 
 def adam_8bit(storage: Storage, gradients: Tensors, o: AdamOptions) -> None:
@@ -114,8 +107,7 @@ def adam_8bit(storage: Storage, gradients: Tensors, o: AdamOptions) -> None:
     Where Triton runs, there is one launch for each dtype of gradients, which reads and writes 4 bytes of states a
     parameter. Elsewhere the states of one tensor at a time become float32.
     """
-    if storage.params:
-        dispatch(storage, gradients, o, _ADAM_8BIT)
+    dispatch(_ADAM_8BIT, storage, gradients, o)
 
 
 def _adam_8bit(storage: Storage, gradients: Tensors, o: AdamOptions) -> None:
@@ -124,52 +116,28 @@ def _adam_8bit(storage: Storage, gradients: Tensors, o: AdamOptions) -> None:
         return
     assert storage.step is not None
     taken = storage.step + 1
-    beside: Sequence[Tensor | None] = storage.bits or storage.copies or [None] * len(storage.params)
-    rows = zip(storage.params, gradients, zip(*storage.states, strict=True), beside, strict=True)
-    for i, (param, gradient, states, other) in enumerate(rows):
-        chances, step = chances_like(flat(states[0]), o.seed, taken, i), storage.step.clone()
-        _step(param, gradient, states, other, step, o, chances, gate, split_master=bool(storage.bits))
-    gate.count(storage.step)
+    beside: Sequence[Any] = storage.bits or storage.copies or [None] * len(storage.params)
+    rows = zip(storage.params, gradients, *storage.states, beside, strict=True)
+    for i, (param, gradient, first_codes, second_codes, first_scales, second_scales, other) in enumerate(rows):
+        chances = chances_like(flat(first_codes), o.seed, taken, i)
+        first, second = dequantize(first_codes, first_scales), dequantize(second_codes, second_scales)
+        stochastic = other is None and o.stochastic_rounding and param.dtype is torch.bfloat16
+        wide, copy = param, other
+        if storage.bits:
+            wide, copy = join(param, other), None
+        elif param.dtype in LOW_DTYPES:
+            wide, copy = param.to(torch.float32), None if stochastic else param
+        moved = Storage([wide], ([first], [second]), storage.step.clone(), [copy] if copy is not None else None)
+        adam(moved, [gradient], o)
+        if storage.bits:
+            own = unflattened(mix(chances), param) if other.dtype is torch.int8 else None
+            gate.write([param, other], split(wide, other.dtype, own))
+        elif stochastic:
+            gate.write([param], [round_stochastically(wide, unflattened(mix(chances), param))])
+        gate.write([first_codes, first_scales], quantize(first, torch.int8, chances >> 16))
+        gate.write([second_codes, second_scales], quantize(second, torch.uint8, chances & 0xFFFF))
+    gate.begin(storage.step)
     gate.settle(storage.step)
 
 
-def _step(
-    param: Tensor, gradient: Tensor, states: tuple[Tensor, ...], beside: Tensor | None, step: Tensor, o: AdamOptions,
-    chances: Tensor, gate: Gate, *, split_master: bool,
-) -> None:  # fmt: skip
-    """Step one parameter. `beside`: its 16-bit copy, or the low bits of its split master."""
-    first_codes, second_codes, first_scales, second_scales = states
-    first, second = dequantize(first_codes, first_scales), dequantize(second_codes, second_scales)
-    stochastic = beside is None and o.stochastic_rounding and param.dtype is torch.bfloat16
-    wide, copy = param, beside
-    if split_master:
-        assert beside is not None
-        wide, copy = join(param, beside), None
-    elif param.dtype in LOW_DTYPES:
-        wide, copy = param.to(torch.float32), None if stochastic else param
-    moved = Storage([wide], ([first], [second]), step, [copy] if copy is not None else None)
-    adam(moved, [gradient], o)
-    if split_master:
-        assert beside is not None
-        own = _like(param, mix(chances)) if beside.dtype is torch.int8 else None
-        gate.write([param, beside], split(wide, beside.dtype, own))
-    elif stochastic:
-        gate.write([param], [round_stochastically(wide, _like(param, mix(chances)))])
-    gate.write([first_codes, first_scales], quantize(first, torch.int8, chances >> 16))
-    gate.write([second_codes, second_scales], quantize(second, torch.uint8, chances & 0xFFFF))
-
-
-def _like(tensor: Tensor, values: Tensor) -> Tensor:
-    """Values in memory order as a tensor with the shape and memory order of another."""
-    ordered = torch.empty_like(tensor, dtype=values.dtype)
-    flat(ordered).copy_(values)
-    return ordered
-
-
-def _kernel() -> Backend:
-    from .triton import eight_bit
-
-    return eight_bit.adam_8bit_step
-
-
-_ADAM_8BIT = Backends(_adam_8bit, _kernel, elementwise=False, low=True, shaped=2)
+_ADAM_8BIT = Algorithm(_adam_8bit, "eight_bit.adam_8bit_step", elementwise=False, low=True, shaped=2)

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from .dispatch import Backend, Backends, dispatch
-from .foreach import by_torch_fused, descend, gate_of, gradients_of, number_of, single
-from .rounding import Kinds
+from .dispatch import Algorithm, dispatch
+from .foreach import Gate, by_torch_fused, descend, gated, gradients_of, single
 from .storage import AdagradOptions, SGDOptions, Storage, Tensors
 
 
@@ -15,8 +14,7 @@ def sgd(storage: Storage, gradients: Tensors, o: SGDOptions) -> None:
 
     Parameters, states and gradients are as in `adam.adam`. `step` is needed for random numbers, and else may be None.
     """
-    if storage.params:
-        _SGD.dispatch(storage, gradients, o)
+    dispatch(_SGD, storage, gradients, o)
 
 
 def adagrad(storage: Storage, gradients: Tensors, o: AdagradOptions) -> None:
@@ -24,16 +22,12 @@ def adagrad(storage: Storage, gradients: Tensors, o: AdagradOptions) -> None:
 
     Parameters, states and gradients are as in `adam.adam`.
     """
-    if storage.params:
-        dispatch(storage, gradients, o, _ADAGRAD)
+    dispatch(_ADAGRAD, storage, gradients, o)
 
 
-def _sgd(storage: Storage, gradients: Tensors, o: SGDOptions) -> None:
-    params = storage.params
-    gate = gate_of(params[0].device, o.found)
-    if gate is None:
-        return
-    p, d = gate.draft(params), gradients_of(storage, gradients, o)
+@gated
+def _sgd(storage: Storage, gradients: Tensors, o: SGDOptions, gate: Gate) -> None:
+    p, d = gate.draft(storage.params), gradients_of(storage, gradients, o)
     if o.weight_decay:
         torch._foreach_add_(d, p, alpha=o.weight_decay)
     if o.momentum:
@@ -48,33 +42,22 @@ def _sgd(storage: Storage, gradients: Tensors, o: SGDOptions) -> None:
         else:
             torch._foreach_copy_(d, b)
         gate.commit((storage.states[0], b))
-    descend(p, d, single(number_of(o.lr, params[0].device)))
-    gate.commit((params, p))
-    gate.count(storage.step)
-    gate.settle(storage.step)
-    gate.publish(storage)
+    descend(p, d, single(gate.rate))
+    gate.commit((storage.params, p))
 
 
-def _adagrad(storage: Storage, gradients: Tensors, o: AdagradOptions) -> None:
-    params, (sums,), step = storage.params, storage.states, storage.step
-    device = params[0].device
-    gate = gate_of(device, o.found)
-    if gate is None:
-        return
-    assert step is not None
+@gated
+def _adagrad(storage: Storage, gradients: Tensors, o: AdagradOptions, gate: Gate) -> None:
+    params, (sums,) = storage.params, storage.states
     p, s, d = gate.draft(params), gate.draft(sums), gradients_of(storage, gradients, o)
-    rate = number_of(o.lr, device) / (1 + number_of(step, device) * o.lr_decay)
-    gate.count(step)
     if o.weight_decay:
         torch._foreach_add_(d, p, alpha=o.weight_decay)
     torch._foreach_addcmul_(s, d, d)
     below = torch._foreach_sqrt(s)
     torch._foreach_add_(below, o.eps)
     torch._foreach_div_(d, below)
-    descend(p, d, single(rate))
+    descend(p, d, single(gate.rate / (1 + (gate.count - 1) * o.lr_decay)))
     gate.commit((params, p), (sums, s))
-    gate.settle(step)
-    gate.publish(storage)
 
 
 def _sgd_torch_fused(storage: Storage, gradients: Tensors, o: SGDOptions) -> None:
@@ -88,17 +71,5 @@ def _adagrad_torch_fused(storage: Storage, gradients: Tensors, o: AdagradOptions
     by_torch_fused(storage, gradients, o, torch._fused_adagrad_, lists=1, lr_decay=o.lr_decay, eps=o.eps)
 
 
-def _sgd_kernel() -> Backend:
-    from .triton import elementwise
-
-    return elementwise.sgd
-
-
-def _adagrad_kernel() -> Backend:
-    from .triton import elementwise
-
-    return elementwise.adagrad
-
-
-_SGD = Kinds(Backends(_sgd, _sgd_kernel, ("_fused_sgd_", _sgd_torch_fused)))
-_ADAGRAD = Backends(_adagrad, _adagrad_kernel, ("_fused_adagrad_", _adagrad_torch_fused))
+_SGD = Algorithm(_sgd, "elementwise.sgd", ("_fused_sgd_", _sgd_torch_fused))
+_ADAGRAD = Algorithm(_adagrad, "elementwise.adagrad", ("_fused_adagrad_", _adagrad_torch_fused))

@@ -7,15 +7,16 @@ costs nothing. Elsewhere learning rate and step count are 0-d tensors, and there
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import wraps
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..formats import LOW_DTYPES
-from .lists import listed
+from .lists import flat, listed
 from .storage import Options, Storage, Tensors
 
 Number = Any  # a float, or a 0-d tensor
@@ -27,11 +28,16 @@ stay in the cache, and in memory that the allocator reuses."""
 
 @dataclass(frozen=True, slots=True)
 class Gate:
-    """Whether a step may write. `flag`: 0-d float32, exactly 0 or 1, or None if it is known that it may."""
+    """Whether a step may write, and the numbers that change from step to step."""
 
     flag: Tensor | None
+    """0-d float32, exactly 0 or 1, or None if it is known that it may."""
+    rate: Number = 0.0
+    """The learning rate."""
+    count: Number = 0
+    """The number of steps, with this one."""
 
-    def count(self, step: Tensor | None) -> None:
+    def begin(self, step: Tensor | None) -> None:
         """Count a step; `settle` undoes that for a skipped one."""
         if step is not None:
             step.add_(1)
@@ -67,6 +73,24 @@ class Gate:
         """Round parameters into their 16-bit copies, if they have any."""
         if storage.copies:
             self.write(storage.copies, storage.params)
+
+
+def gated(step: Callable[[Storage, Tensors, Any, Gate], None]) -> Callable[[Storage, Tensors, Any], None]:
+    """A step that is left out if it is known to be skipped, and else counted, and rounded into the 16-bit copies."""
+
+    @wraps(step)
+    def counted(storage: Storage, gradients: Tensors, o: Options) -> None:
+        device = storage.params[0].device
+        gate = gate_of(device, o.found)
+        if gate is None:
+            return
+        gate.begin(storage.step)
+        count = 0 if storage.step is None else number_of(storage.step, device)
+        step(storage, gradients, o, replace(gate, rate=number_of(o.lr, device), count=count))
+        gate.settle(storage.step)
+        gate.publish(storage)
+
+    return counted
 
 
 def gate_of(device: torch.device, found: Tensor | None) -> Gate | None:
@@ -151,7 +175,7 @@ def _cut(storage: Storage, gradient: Tensor) -> Iterator[tuple[Storage, Tensors]
     """The storage of one tensor in pieces, in memory order."""
 
     def pieces(tensors: Tensors | None) -> Tensors:
-        return tensors[0].as_strided((tensors[0].numel(),), (1,)).split(SLICE) if tensors else ()
+        return flat(tensors[0]).split(SLICE) if tensors else ()
 
     params, copies, states = pieces(storage.params), pieces(storage.copies), list(map(pieces, storage.states))
     for i, piece in enumerate(pieces([gradient])):
@@ -192,7 +216,7 @@ def by_torch_fused(
     gate = gate_of(storage.params[0].device, o.found)
     if gate is None:
         return
-    gate.count(storage.step)
+    gate.begin(storage.step)
     for part, own in slices(storage, gradients):
         ready, scale = true_gradients(part.params, own, o.factor)
         states = [*map(list, part.states), *[[]] * (lists - len(part.states))]

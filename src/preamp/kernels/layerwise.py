@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .foreach import descend, gate_of, gradients_of, number_of, root, single
+from .foreach import Gate, descend, gated, gradients_of, root, single
 from .norms import l2_norms
 from .storage import LambOptions, NovoGradOptions, ShardSum, Storage, Tensors
 
@@ -33,20 +33,14 @@ def novograd(storage: Storage, gradients: Tensors, o: NovoGradOptions) -> None:
         _novograd(storage, gradients, o)
 
 
-def _lamb(storage: Storage, gradients: Tensors, o: LambOptions) -> None:
-    params, (exp_avgs, exp_avg_sqs), step = storage.params, storage.states, storage.step
-    device, (beta1, beta2) = params[0].device, map(float, o.betas)
-    gate = gate_of(device, o.found)
-    if gate is None:
-        return
-    assert step is not None
+@gated
+def _lamb(storage: Storage, gradients: Tensors, o: LambOptions, gate: Gate) -> None:
+    params, (exp_avgs, exp_avg_sqs), (beta1, beta2) = storage.params, storage.states, map(float, o.betas)
     d = gradients_of(storage, gradients, o)
     p, m, v = gate.draft(params), gate.draft(exp_avgs), gate.draft(exp_avg_sqs)
-    gate.count(step)
-    count, rate = number_of(step, device), single(number_of(o.lr, device))
     if o.max_grad_norm:
-        norm = torch.linalg.vector_norm(torch.stack(_norms(d))) if o.grad_norm is None else o.grad_norm.to(device)
-        torch._foreach_div_(d, (norm / o.max_grad_norm).clamp_min(1.0))
+        norm = torch.linalg.vector_norm(torch.stack(_norms(d))) if o.grad_norm is None else o.grad_norm
+        torch._foreach_div_(d, (norm.to(d[0].device) / o.max_grad_norm).clamp_min(1.0))
     if o.weight_decay and not o.adam_w_mode:
         torch._foreach_add_(d, p, alpha=o.weight_decay)
     torch._foreach_mul_(m, beta1)
@@ -55,12 +49,12 @@ def _lamb(storage: Storage, gradients: Tensors, o: LambOptions) -> None:
     torch._foreach_addcmul_(v, d, d, 1 - beta2)
     below = torch._foreach_sqrt(v)
     if o.bias_correction:
-        torch._foreach_div_(below, single(root(1 - beta2**count)))
+        torch._foreach_div_(below, single(root(1 - beta2**gate.count)))
     torch._foreach_add_(below, o.eps)
     updates = d  # the gradients' memory is free now
     torch._foreach_copy_(updates, m)
     if o.bias_correction:
-        torch._foreach_div_(updates, single(1 - beta1**count))
+        torch._foreach_div_(updates, single(1 - beta1**gate.count))
     torch._foreach_div_(updates, below)
     if o.weight_decay and o.adam_w_mode:
         torch._foreach_add_(updates, p, alpha=o.weight_decay)
@@ -68,31 +62,23 @@ def _lamb(storage: Storage, gradients: Tensors, o: LambOptions) -> None:
         of_params, of_updates = _of_whole([_norms(p), _norms(updates)], o.shard_sum)
         ratios = torch.where((of_params > 0) & (of_updates > 0), of_params / of_updates, 1.0)
         torch._foreach_mul_(updates, list(ratios.unbind()))
-    descend(p, updates, rate)
+    descend(p, updates, single(gate.rate))
     gate.commit((params, p), (exp_avgs, m), (exp_avg_sqs, v))
-    gate.settle(step)
-    gate.publish(storage)
 
 
-def _novograd(storage: Storage, gradients: Tensors, o: NovoGradOptions) -> None:
-    params, (exp_avgs, (running,)), step = storage.params, storage.states, storage.step
-    device, (beta1, beta2) = params[0].device, map(float, o.betas)
-    gate = gate_of(device, o.found)
-    if gate is None:
-        return
-    assert step is not None
+@gated
+def _novograd(storage: Storage, gradients: Tensors, o: NovoGradOptions, gate: Gate) -> None:
+    params, (exp_avgs, (running,)), (beta1, beta2) = storage.params, storage.states, map(float, o.betas)
     d = gradients_of(storage, gradients, o)
     p, m = gate.draft(params), gate.draft(exp_avgs)
     now = _of_whole([_norms(d, o.norm_type)], o.shard_sum, o.norm_type)[0].to(torch.float32)
     before = torch.zeros_like(now) if o.init_zero else now
-    before = torch.where(step > 0, running, before)
+    before = torch.where(torch.as_tensor(gate.count > 1, device=now.device), running, before)
     if o.norm_type == 2:
         blended = (beta2 * before.square() + (1 - beta2) * now.square()).sqrt()
     else:
         blended = beta2 * before + (1 - beta2) * now
-    gate.count(step)
-    count, rate = number_of(step, device), single(number_of(o.lr, device))
-    unbiased = blended / single(root(1 - beta2**count)) if o.bias_correction else blended
+    unbiased = blended / single(root(1 - beta2**gate.count)) if o.bias_correction else blended
     below = list((unbiased + o.eps).to(p[0].dtype).unbind())
     if o.reg_inside_moment:
         torch._foreach_div_(d, below)
@@ -103,16 +89,14 @@ def _novograd(storage: Storage, gradients: Tensors, o: NovoGradOptions) -> None:
     updates = d
     torch._foreach_copy_(updates, m)
     if o.bias_correction:
-        torch._foreach_div_(updates, single(1 - beta1**count))
+        torch._foreach_div_(updates, single(1 - beta1**gate.count))
     if not o.reg_inside_moment:
         torch._foreach_div_(updates, below)
         if o.weight_decay:
             torch._foreach_add_(updates, p, alpha=o.weight_decay)
-    descend(p, updates, rate)
+    descend(p, updates, single(gate.rate))
     gate.commit((params, p), (exp_avgs, m))
     gate.write([running], [blended])
-    gate.settle(step)
-    gate.publish(storage)
 
 
 def _norms(tensors: list[Tensor], order: int = 2) -> list[Tensor]:

@@ -102,6 +102,18 @@ def walk_of(tensor: Tensor) -> tuple[int, ...] | None:
     return () if tensor.is_contiguous() else _walk(tensor.shape, tensor.stride())
 
 
+def flat(tensor: Tensor) -> Tensor:
+    """A walkable tensor in memory order, (n,), sharing its memory."""
+    return tensor.as_strided((tensor.numel(),), (1,))
+
+
+def unflattened(values: Tensor, like: Tensor) -> Tensor:
+    """Values in memory order as a tensor with the shape and memory order of another, which is walkable."""
+    made = torch.empty_like(like, dtype=values.dtype)
+    flat(made).copy_(values)
+    return made
+
+
 @lru_cache(maxsize=1024)
 def _walk(sizes: tuple[int, ...], strides: tuple[int, ...]) -> tuple[int, ...] | None:
     own = [(stride, size) for stride, size in zip(strides, sizes, strict=True) if size != 1]

@@ -10,9 +10,8 @@ import torch
 from torch import Tensor
 
 from ..formats import cpu_multiplies
-from .dispatch import Backends
-from .foreach import Gate, descend, gate_of, gradients_of, number_of, single
-from .rounding import Kinds
+from .dispatch import Algorithm, dispatch
+from .foreach import Gate, descend, gated, gradients_of, single
 from .storage import LionOptions, MuonOptions, RoundedOptions, Storage, Tensors
 
 TOGETHER, TOGETHER_ON_CPU = 2**26, 2**18
@@ -26,8 +25,7 @@ def lion(storage: Storage, gradients: Tensors, o: LionOptions) -> None:
 
     `step` is needed for stochastic rounding, and else may be None.
     """
-    if storage.params:
-        _LION.dispatch(storage, gradients, o)
+    dispatch(_LION, storage, gradients, o)
 
 
 def muon(storage: Storage, gradients: Tensors, o: MuonOptions) -> None:
@@ -45,7 +43,7 @@ def muon(storage: Storage, gradients: Tensors, o: MuonOptions) -> None:
             part.step = before.clone()  # the first call counts the step
         # random numbers depend on the position in a call's list, and calls must not share them
         own = replace(o, seed=o.seed + (places[0] << 31), shards=o.shards and [o.shards[i] for i in places])
-        _MUON.dispatch(part, [gradients[i] for i in places], own)
+        dispatch(_MUON, part, [gradients[i] for i in places], own)
 
 
 def shapes_of(storage: Storage, o: MuonOptions) -> list[tuple[int, ...]]:
@@ -88,10 +86,8 @@ def orthogonalized(x: Tensor, o: MuonOptions) -> Tensor:
     return x
 
 
-def _lion(storage: Storage, gradients: Tensors, o: LionOptions) -> None:
-    gate = gate_of(storage.params[0].device, o.found)
-    if gate is None:
-        return
+@gated
+def _lion(storage: Storage, gradients: Tensors, o: LionOptions, gate: Gate) -> None:
     m, d = gate.draft(storage.states[0]), gradients_of(storage, gradients, o)
     blended = torch._foreach_lerp(m, d, 1 - o.betas[0])
     updates = torch._foreach_sign(blended)
@@ -100,10 +96,8 @@ def _lion(storage: Storage, gradients: Tensors, o: LionOptions) -> None:
     _finish(storage, gate, m, list(updates), o, 1.0)
 
 
-def _muon(storage: Storage, gradients: Tensors, o: MuonOptions) -> None:
-    gate = gate_of(storage.params[0].device, o.found)
-    if gate is None:
-        return
+@gated
+def _muon(storage: Storage, gradients: Tensors, o: MuonOptions, gate: Gate) -> None:
     m, d = gate.draft(storage.states[0]), gradients_of(storage, gradients, o)
     torch._foreach_lerp_(m, d, 1 - o.momentum)
     blended = torch._foreach_lerp(d, m, o.momentum) if o.nesterov else m
@@ -115,14 +109,11 @@ def _finish(
     storage: Storage, gate: Gate, firsts: list[Tensor], updates: list[Tensor], o: RoundedOptions, ratio: float
 ) -> None:
     """Decay parameters, subtract `ratio` learning rates of their updates, and write what was computed."""
-    params, rate = gate.draft(storage.params), number_of(o.lr, storage.params[0].device)
+    params = gate.draft(storage.params)
     if o.weight_decay:
-        torch._foreach_mul_(params, single(1 - rate * o.weight_decay))
-    descend(params, updates, single(rate * ratio))
+        torch._foreach_mul_(params, single(1 - gate.rate * o.weight_decay))
+    descend(params, updates, single(gate.rate * ratio))
     gate.commit((storage.params, params), (storage.states[0], firsts))
-    gate.count(storage.step)
-    gate.settle(storage.step)
-    gate.publish(storage)
 
 
-_LION, _MUON = Kinds(Backends(_lion)), Kinds(Backends(_muon))
+_LION, _MUON = Algorithm(_lion), Algorithm(_muon)

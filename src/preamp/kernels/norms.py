@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from .lists import walk_of
+from .lists import flat, walk_of
 
 LONG = 2**19
 """Tensors with at least this many entries are cut into rows; for shorter ones that would take longer."""
@@ -42,9 +42,8 @@ def norm_of_norms(norms: Tensor) -> Tensor:
 
 
 def _by_rows(tensor: Tensor) -> Tensor:
-    flat = tensor.as_strided((tensor.numel(),), (1,))  # in memory order
-    whole = tensor.numel() // ROW * ROW
-    rows = torch.linalg.vector_norm(flat[:whole].view(-1, ROW), dim=1)
-    rest = torch.linalg.vector_norm(flat[whole:]).reshape(1)
+    entries, whole = flat(tensor), tensor.numel() // ROW * ROW
+    rows = torch.linalg.vector_norm(entries[:whole].view(-1, ROW), dim=1)
+    rest = torch.linalg.vector_norm(entries[whole:]).reshape(1)
     norm: Tensor = torch.linalg.vector_norm(torch.cat([rows, rest]), dtype=torch.float64).to(rows.dtype)
     return norm

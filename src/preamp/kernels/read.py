@@ -69,7 +69,7 @@ def read(gradients: Sequence[Tensor], *, device: torch.device | None = None) -> 
         if kernels.readable(own):
             return Reading(*kernels.read(own)).on(device or home)
     groups = grouped(own)
-    if len({group[0].device for group in groups}) == 1:
+    if len(groups) == 1 or len({group[0].device for group in groups}) == 1:
         norm = None if home.type != "cpu" else _norm_if_finite(groups)
         if norm is not None:
             return Reading(torch.zeros_like(norm), norm, _none(len(own))).on(device or home)
@@ -132,7 +132,7 @@ def _part_norms(group: list[Tensor]) -> Tensor:
     small, large = listed(group), TensorList()
     if max(small.sizes) > SMALL:
         small, large = (TensorList(v for v in group if (v.numel() > SMALL) is wanted) for wanted in (False, True))
-    norms = l2_norms(list(map(in_float32, large)))
+    norms = l2_norms(list(map(in_float32, large))) if large else []
     for part in batches(small.sizes):
         flat = in_float32(torch._C._nn.flatten_dense_tensors(small[part]))
         norms += l2_norms([flat])

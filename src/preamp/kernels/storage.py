@@ -5,10 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
+
+from ..sharding import Parted
 
 Tensors = Sequence[Tensor]
 
@@ -16,20 +18,6 @@ ShardSum = Callable[[Tensor, bool], Tensor]
 """Combines numbers of shards into those of whole tensors. It takes (parameters, n) float64, and whether to take the
 largest instead of the sum; it returns the same shape. Call it once a step, whatever the shards: ranks wait for it.
 """
-
-
-class Shard(Protocol):
-    """How this process's part of a matrix, which is what it steps, relates to the whole."""
-
-    @property
-    def shape(self) -> Sequence[int]:
-        """Of the whole matrix."""
-
-    def gather(self, part: Tensor) -> Tensor:
-        """The whole of a matrix from the parts of all processes, which wait for each other."""
-
-    def part(self, whole: Tensor) -> Tensor:
-        """The part of a whole matrix that this process has."""
 
 
 @dataclass(slots=True)
@@ -116,8 +104,8 @@ class MuonOptions(RoundedOptions):
     eps: float = 1e-7
     ns_steps: int = 5
     adjust_lr_fn: str | None = None
-    shards: Sequence[Shard] | None = None
-    """Where this process has parts of the matrices, one for each."""
+    shards: Sequence[Parted] | None = None
+    """Where this process steps parts of the matrices: how each relates to the whole."""
 
     def ratio(self, shape: Sequence[int]) -> float:
         """What the learning rate of a matrix is multiplied by.

@@ -123,9 +123,6 @@ class Adam(RoundedOptimizer):
         storage = replace(bucket.storage, states=(first, second, first_scales, second_scales))
         adam_8bit(storage, gradients, self._options(bucket, **more))
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "states": self.states}
-
 
 class AdamW(Adam):
     """AdamW (Loshchilov and Hutter 2019) with the arguments, groups and state_dict of `torch.optim.AdamW`.

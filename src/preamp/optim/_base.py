@@ -50,7 +50,7 @@ class FusedOptimizer(Loading):
             raise OptimizerError("a fused step cannot be differentiated through: use torch.optim for such a step")
         self.master = master
         self._prepare()
-        super().__init__(params, {**defaults, "foreach": None, "differentiable": False, "fused": True})
+        super().__init__(params, {**defaults, "foreach": None, "differentiable": False, "fused": None})
         self.check_options({**self.defaults, "params": []})  # also where each group has its own
 
     def _prepare(self) -> None:
@@ -211,7 +211,8 @@ class FusedOptimizer(Loading):
         @uncompiled
         @wraps(func)
         def step(self: FusedOptimizer, *args: Any, **kwargs: Any) -> Any:
-            before, after = self.is_hooked, self._optimizer_step_post_hooks or _global_optimizer_post_hooks
+            before = not self._step_supports_amp_scaling
+            after = self._optimizer_step_post_hooks or _global_optimizer_post_hooks
             if before and self._handed is not None:
                 self._handed = *self._handed[:2], None  # what hooks leave is to be collected anew
             if before or after or profiler._is_profiler_enabled:
@@ -323,8 +324,15 @@ class FusedOptimizer(Loading):
         if self._lent:
             self.lend(None)
 
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        if "_buckets" not in self.__dict__:  # unpickled, or copied
+            self._prepare()
+        self._buckets.clear()
+
     def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "master": self.master}
+        names = ("master", "rounding", "seed", "states")
+        return {**super().__getstate__(), **{name: vars(self)[name] for name in names if name in vars(self)}}
 
 
 @cache

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from ..errors import OptimizerError, kind_of
 from ..formats import LOW_DTYPES
 from ..kernels import join, split
-from ..ledger import KEPT, Buckets, Masters, SplitMasters, parameters_of
+from ..ledger import KEPT, Masters, SplitMasters, parameters_of
 from ..sharding import held_here
 from ._eight_bit import NAMES, as_float32, is_8bit
 from ._from_apex import check_form, completed
@@ -38,7 +38,6 @@ class Loading(Optimizer):
     counts_steps = True
     _masters: Masters
     _lent: bool
-    _buckets: dict[Parameter | None, Buckets]
 
     kept: tuple[str, ...] = ()
     """Names of all states that it may have."""
@@ -51,9 +50,6 @@ class Loading(Optimizer):
     def state_names(self, group: dict[str, Any]) -> tuple[str, ...]:
         """Names of the states that a step needs, with the options of a group: by default all of `kept`."""
         return type(self).kept
-
-    def _prepare(self) -> None:
-        """Start without buckets, and with masters of its own."""
 
     def _own_masters(self) -> Masters:
         return SplitMasters(KEPT[self.master]) if self.master in KEPT else Masters()
@@ -92,6 +88,8 @@ class Loading(Optimizer):
 
     def state_dict(self) -> dict[str, Any]:
         """As torch's, with float32 masters under "master"; every parameter has a step count of its own."""
+        if not self._lent:
+            self._masters.refresh()  # a weight may have been written since the last step
         packed = super().state_dict()
         for key, state in (own := packed["state"]).items():
             if isinstance(state, dict):
@@ -173,7 +171,10 @@ class Loading(Optimizer):
             if state is None:
                 continue
             if param in low:  # torch has cast its states to 16 bits
-                state.update({n: _wide(v, param.device) for n, v in saved.items() if isinstance(v, Tensor)})
+                for name, value in saved.items():
+                    if isinstance(value, Tensor):  # 16 bits, of a checkpoint of torch's, as float32
+                        dtype = torch.float32 if value.dtype in LOW_DTYPES else None
+                        state[name] = value.to(param.device, dtype)
             # torch's optimizers keep one in the parameter's dtype, and step the weight without it
             good = [saved[n] for n, known in _MASTERS.items() if getattr(saved.get(n), "dtype", None) in known]
             for name in _MASTERS:
@@ -216,12 +217,6 @@ class Loading(Optimizer):
             if isinstance(state.get(name), Tensor):
                 state[name] = state[name].to(self.state_dtype(name, param))
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)
-        if "_buckets" not in self.__dict__:  # unpickled, or copied
-            self._prepare()
-        self._buckets.clear()
-
 
 def float32_states(state_dict: Mapping[str, Any]) -> dict[str, Any]:
     """Convert a state_dict of an optimizer with `states="8bit"`: its moments become float32, as in any other Adam.
@@ -236,11 +231,6 @@ def float32_states(state_dict: Mapping[str, Any]) -> dict[str, Any]:
     """
     check_form(state_dict)
     return {**state_dict, "state": {key: as_float32(row) for key, row in state_dict["state"].items()}}
-
-
-def _wide(state: Tensor, device: torch.device) -> Tensor:
-    """A loaded state on a device; 16 bits, of a checkpoint of torch's, as float32."""
-    return state.to(device, torch.float32 if state.dtype in LOW_DTYPES else None)
 
 
 def check_number(name: str, value: Any, *, low: float = 0.0, high: float = _INFINITE, whole: bool = False) -> None:

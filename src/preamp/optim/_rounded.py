@@ -42,9 +42,6 @@ class RoundedOptimizer(FusedOptimizer):
         stochastic = self.rounding == "stochastic" and param.dtype is torch.bfloat16
         return torch.float32 if stochastic else super().state_dtype(name, param)
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "rounding": self.rounding, "seed": self.seed}
-
 
 class CountsForChance(RoundedOptimizer):
     """An optimizer that counts steps for random numbers only."""

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn import Parameter
-from torch.optim import Optimizer
+from torch.optim import LBFGS, Optimizer
 
 from ..errors import PreampError
 from ..frameworks import unwrapped
@@ -120,7 +120,12 @@ def _made(
     make: Callable[[Iterable[Parameter]], Optimizer], parameters: list[Parameter], *, sharded: bool
 ) -> list[Optimizer]:
     """The optimizer; two for shards in 8 bits, since those that would be cut within a block of 256 stay float32."""
-    optimizer = make(parameters)
+    optimizer = make(parameters) if callable(make) else make
+    if not callable(make) or isinstance(optimizer, LBFGS):
+        raise PreampError(
+            f"optimizer={type(optimizer).__name__}: give a class, or a function of parameters, whose optimizer steps "
+            "without a closure, as a session's do: preamp.optim.AdamW, or lambda p: torch.optim.SGD(p, 0.1)"
+        )
     if not sharded or getattr(optimizer, "states", "") != "8bit":
         return [optimizer]
     whole = [p for p in parameters if p.dim() and p.numel() and blocks_in_a_row(p)]
@@ -145,7 +150,13 @@ def _step(model: nn.Module, optimizers: list[Optimizer], masters: Any, conversio
             own = {p for group in optimizer.param_groups for p in group["params"]}
             wide = {p: p.grad.float() for p in masters.among(trained) if p in own and p.grad is not None}
         masters.swap_in(wide, wide)
-        optimizer.step()
+        try:
+            optimizer.step()
+        except RuntimeError as error:
+            raise PreampError(
+                f"{type(optimizer).__name__} cannot step tensors without memory ({str(error).splitlines()[0]}), and a "
+                "plan counts what a step allocates: prepare() a small model with it, and look at session.memory()"
+            ) from error
         peak = max(peak, memory_of([model], optimizers, masters, conversions).total)
         masters.swap_out()
     return peak
@@ -164,7 +175,8 @@ def _cut(parameters: list[Parameter], optimizers: list[Optimizer], world: int) -
         if grad is not None:
             param.grad = grad[:own]
         for name, value in state.items():
-            if value.dim() and not value.shape[0] % rows:  # a state of its shape, or the scales of its rows
+            # a state of its shape, or the scales of its rows
+            if isinstance(value, torch.Tensor) and value.dim() and not value.shape[0] % rows:
                 state[name] = value[: value.shape[0] // rows * own]
 
 

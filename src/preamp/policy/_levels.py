@@ -13,27 +13,19 @@ def auto_level(device_type: str | None = None) -> tuple[str, str]:
         device_type = "cuda" if torch.cuda.is_available() else "cpu"
     if device_type == "cuda":
         major, minor = torch.cuda.get_device_capability()
+        this = f"compute capability {major}.{minor}"
         if major >= 8:
-            return (
-                "O4",
-                f"compute capability {major}.{minor} multiplies bfloat16 as fast as float16; no loss scaling",
-            )
+            return "O4", f"{this} multiplies bfloat16 as fast as float16; no loss scaling"
         if major >= 7:
-            return "O1", f"compute capability {major}.{minor} has tensor cores for float16 only"
-        return (
-            "O0",
-            f"compute capability {major}.{minor} has no tensor cores: 16 bits would save memory, not time",
-        )
+            return "O1", f"{this} has tensor cores for float16 only"
+        return "O0", f"{this} has no tensor cores: 16 bits would save memory, not time"
     if device_type == "cpu":
         if cpu_multiplies(torch.bfloat16):
             return "O4", "this CPU multiplies bfloat16 in hardware"
         return "O0", "this CPU has no bfloat16 arithmetic: 16 bits save memory and no time; name a level to use one"
     if device_type == "xpu":
         return "O4", "XPU devices multiply bfloat16 in hardware"
-    return (
-        "O0",
-        f"nothing is known about 16-bit arithmetic on {device_type!r} devices; name a level to use one",
-    )
+    return "O0", f"nothing is known about 16-bit arithmetic on {device_type!r} devices; name a level to use one"
 
 
 def cpu_arithmetic() -> str:

@@ -14,15 +14,13 @@ import torch
 
 from ..errors import PolicyError
 from ..formats import LOW_DTYPES, dtype_of, name_of
-from ..rules import OpRules, resolve
+from ..rules import OpRules
 
 Scale = float | Literal["dynamic", "hysteresis"]
 """A loss scale as a policy states it: a number for a static scale (1: none), or the name of a schedule."""
 
 SCHEDULES = ("dynamic", "hysteresis")
 """Names of schedules; "backoff" is another word for "dynamic"."""
-
-_SCALES = "a loss scale is a finite number above 0, 'dynamic' or 'hysteresis'"
 
 _ELSEWHERE = {
     "opt_level": "level=", "cast_model_type": "params=", "keep_batchnorm_fp32": "norms=", "master_weights": "masters=",
@@ -139,7 +137,7 @@ class Policy:
         for pattern, precision in self.modules:
             text += f"; {pattern} -> {precision if isinstance(precision, str) else name_of(precision)}"
         if self.ops is not None and self.ops.changes:
-            text += "".join(f"; op {_spelt(op)} -> {category}" for op, category in self.ops.changes)
+            text += f"; {self.ops}"
         return text
 
 
@@ -172,22 +170,6 @@ def _validate(policy: Policy) -> None:
                 f"{pattern} -> {name_of(precision)} with compute=fp32: nothing is cast in such a policy, and the rule "
                 "would have no effect; write O1 or O4, and '-> full' for the other modules"
             )
-    _validate_scale(policy.scale)
-
-
-def _validate_scale(scale: Any) -> None:
-    if isinstance(scale, str) and scale in SCHEDULES:
-        return
-    if isinstance(scale, bool) or not isinstance(scale, (int, float)) or not 0 < scale < math.inf:
-        raise PolicyError(f"scale={scale!r}: {_SCALES}")
-
-
-def _spelt(op: str) -> str:
-    """An operator's name for a rule in a string: one that stands for it alone, and for no family or other overload."""
-    try:
-        return op if resolve(op) == (op,) else f"{op}.default"
-    except PolicyError:  # of a library that is not imported now
-        return op
 
 
 def coerce(name: str, value: Any) -> Any:
@@ -278,12 +260,11 @@ def _scale(value: Any) -> Scale:
     if value in (None, "none"):
         return 1.0
     try:
-        if isinstance(value, bool):
-            raise TypeError
-        number = float(value)
+        number = math.nan if isinstance(value, bool) else float(value)
     except (TypeError, ValueError, OverflowError):
-        raise PolicyError(f"scale={value!r}: {_SCALES}") from None
-    _validate_scale(number)
+        number = math.nan
+    if not 0 < number < math.inf:
+        raise PolicyError(f"scale={value!r}: a loss scale is a finite number above 0, 'dynamic' or 'hysteresis'")
     return number
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 from ..errors import ScaleError
 from ._dynamic import DynamicScale, HysteresisScale
 from ._fixed import LossScale, NoScale, StaticScale
@@ -42,20 +40,13 @@ def loss_scale(description: float | str | LossScale) -> LossScale:
     if isinstance(description, LossScale):
         return description
     if isinstance(description, str):
-        name = "backoff" if description == "dynamic" else description
-        if _is_number(name):
-            return loss_scale(float(name))
-        if name not in SCHEDULES:
+        if schedule := SCHEDULES.get("backoff" if description == "dynamic" else description):
+            return schedule()
+        try:
+            description = float(description)
+        except ValueError:
             raise ScaleError(
                 f"scale={description!r} names no schedule, and losses would go unscaled: write 'dynamic' (or "
                 "'backoff'), 'hysteresis', a number, or a LossScale"
-            )
-        return SCHEDULES[name]()
+            ) from None
     return NoScale() if description == 1 else StaticScale(description)
-
-
-def _is_number(text: str) -> bool:
-    try:
-        return not math.isnan(float(text))
-    except ValueError:
-        return False

@@ -145,11 +145,12 @@ class GradScaler(torch.amp.GradScaler):
 
         float16 gradients stay scaled until the step, since unscaled they would underflow in float16.
         """
-        scale, collected = self._scale, optimizer.collect_anew()
+        scale: Any = self._scale
+        collected = optimizer.collect_anew()
         lists = [gradients for _, gradients in collected]
-        here = all(gradients[0].device == scale.device for gradients in lists)  # type: ignore[union-attr]
+        here = all(gradients[0].device == scale.device for gradients in lists)
         sharded = any(bucket.sharded for bucket, _ in collected)
-        if scale is None or not here or not lists or sharded or optimizer.is_hooked or hasattr(optimizer, "grad_scale"):
+        if not here or not lists or sharded or optimizer.is_hooked or hasattr(optimizer, "grad_scale"):
             return super().step(optimizer, *args, **kwargs)
         inverse = reciprocal(scale)
         factor: Tensor | None = inverse

@@ -16,7 +16,7 @@ from ..errors import PreampWarning, SessionError
 from ..kernels import multiply_, present_in
 from ..ledger import Gradients, Masters, gradients_of, is_marked, mark, parameters_of
 from ..scaling import LossScale
-from ..sharding import agreed_largest
+from ..sharding import agreed
 from ._losses import Losses, PendingScales
 from ._others import OtherLeaves
 from ._regions import FullPrecision
@@ -262,7 +262,7 @@ class CallOrder:
         """Check before the first step that some stage has scaled its loss; a host sync."""
         device = self._gradients.device
         scales = any(self._losses[name].inverse(device) is not None for name in self._losses)
-        if scales and not bool(agreed_largest(torch.tensor(float(len(ran)), device=device), self._group)):
+        if scales and not bool(agreed(torch.tensor(float(len(ran)), device=device), self._group, largest=True)):
             raise SessionError(
                 "no stage of the group has scaled its loss, and gradients that are not scaled would vanish when they "
                 "are unscaled. Where the loss is computed, write session.backward(loss), or have the schedule's "

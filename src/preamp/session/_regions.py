@@ -75,7 +75,7 @@ def held_kernels(policy: Policy, device_type: str) -> Callable[[], None]:
     """Have the dispatcher hold the kernels that a session needs; returns what releases them."""
     if policy.has_regions:
         assert policy.ops is not None
-        return functools.partial(REGISTRY.release, REGISTRY.hold(policy.ops, device_type))
+        return functools.partial(REGISTRY.release, REGISTRY.hold_rules(policy.ops, device_type))
     needed = [PRODUCTS, VMAPPED] if device_type == "cpu" else [VMAPPED]
     holder = object()
     for kernels in needed if policy.params in LOW_DTYPES else ():

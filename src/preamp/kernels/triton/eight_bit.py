@@ -43,6 +43,7 @@ from .launch import (
     put,
     take,
     type_of,
+    type_of_copies,
     wrote,
 )
 
@@ -70,11 +71,11 @@ def adam_8bit_step(storage: Storage, gradients: Tensors, o: AdamOptions) -> None
         kind = NEAREST
     with on(param.device):
         scalars = adam_numbers(storage, o, o.seed)
-        for each, part in parts(storage, gradients):
+        low = type_of(param.dtype) if kind is NEAREST else type_of_copies(storage)
+        for grad, part in parts(storage, gradients):
             launch(
-                adam_8bit, part, (scalars,), adam_constants(o), warps=WARPS, GRAD=type_of(each.grad),
-                LOW=type_of(param.dtype if kind is NEAREST else each.copy), KIND=int(kind.value), DECAY=decay_of(o),
-                **LIMIT,
+                adam_8bit, part, (scalars,), adam_constants(o), warps=WARPS, GRAD=grad, LOW=low, KIND=int(kind.value),
+                DECAY=decay_of(o), **LIMIT,
             )  # fmt: skip
     wrote(storage)
 

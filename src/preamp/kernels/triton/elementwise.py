@@ -24,7 +24,7 @@ from .launch import (
     prepare,
     put,
     take,
-    type_of,
+    type_of_copies,
     wrote,
 )
 
@@ -41,9 +41,9 @@ def adam(storage: Storage, gradients: Tensors, o: AdamOptions) -> None:
     kind = kind_of(storage)
     with on(storage.params[0].device):
         scalars = adam_numbers(storage, o, o.seed if kind in DRAWS else None)
-        for each, part in parts(storage, gradients):
+        for grad, part in parts(storage, gradients):
             launch(
-                adam_kernel, part, (scalars,), adam_constants(o), GRAD=type_of(each.grad), LOW=type_of(each.copy),
+                adam_kernel, part, (scalars,), adam_constants(o), GRAD=grad, LOW=type_of_copies(storage),
                 KIND=int(kind.value), DECAY=decay_of(o), AMSGRAD=o.amsgrad,
             )  # fmt: skip
     wrote(storage)
@@ -96,10 +96,10 @@ def _simple(
     with on(device):
         seed = o.seed if isinstance(o, RoundedOptions) and kind in DRAWS else None
         scalars = prepare(device, o, storage.step, slowing=slowing, seed=seed)
-        for each, part in parts(storage, gradients, shaped=1 if rule else 0):
+        for grad, part in parts(storage, gradients, shaped=1 if rule else 0):
             launch(
-                simple_kernel, part, (scalars,), tuple(map(float, numbers)), GRAD=type_of(each.grad),
-                LOW=type_of(each.copy), KIND=int(kind.value), RULE=rule, NESTEROV=nesterov,
+                simple_kernel, part, (scalars,), tuple(map(float, numbers)), GRAD=grad, LOW=type_of_copies(storage),
+                KIND=int(kind.value), RULE=rule, NESTEROV=nesterov,
             )  # fmt: skip
     wrote(storage)
 
@@ -142,13 +142,6 @@ def publish_at(pointer, places, values, size, LOW: tl.constexpr, FULL: tl.conste
 
 
 @triton.jit
-def publish(table, row, tensors, tensor, places, values, size, LOW: tl.constexpr, FULL: tl.constexpr,
-            ALIGNED: tl.constexpr):  # fmt: skip
-    """Round float32 values into their copies."""
-    publish_at(address(table, row, tensors, tensor, LOW, ALIGNED), places, values, size, LOW, FULL)
-
-
-@triton.jit
 def take_param(table, row, tensors, tensor, places, size, KIND: tl.constexpr, FULL: tl.constexpr,
                ALIGNED: tl.constexpr):  # fmt: skip
     """Parameters in float32, and where they and their low bits lie. `row`: that of the low bits."""
@@ -178,7 +171,7 @@ def put_param(scalars, table, row, tensors, tensor, param, param_at, bits_at, pl
     """
     if KIND == PLAIN:
         if LOW is not None:
-            publish(table, row, tensors, tensor, places, param, size, LOW, FULL, ALIGNED)
+            publish_at(address(table, row, tensors, tensor, LOW, ALIGNED), places, param, size, LOW, FULL)
         put(param_at, places, param, size, FULL)
     else:
         bits = one_nan(param.to(tl.int32, bitcast=True))

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -138,28 +137,6 @@ def prepare_numbers(
     tl.store(out + ROOT, second.to(tl.float32))
 
 
-@dataclass(frozen=True, slots=True)
-class Kind:
-    """Tensors of one call whose gradients share a dtype."""
-
-    places: list[int] | None
-    """Positions in the caller's lists; None for all of them."""
-    grad: torch.dtype
-    copy: torch.dtype | None
-
-    def of(self, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
-        """The `tensors` of this kind."""
-        return tensors if self.places is None else [tensors[i] for i in self.places]
-
-
-def kinds_of(gradients: Tensors, copies: Tensors | None) -> list[Kind]:
-    """Sort tensors by the dtype of the gradient."""
-    dtypes, copy = listed(gradients).dtypes, copies[0].dtype if copies else None
-    if len(dtypes) == 1:
-        return [Kind(None, *dtypes, copy)]
-    return [Kind([i for i, g in enumerate(gradients) if g.dtype is dtype], dtype, copy) for dtype in dtypes]
-
-
 def on(device: torch.device) -> AbstractContextManager[object]:
     """Launch kernels on `device`."""
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
@@ -196,19 +173,19 @@ def prepare(
     return out
 
 
-def parts(storage: Storage, gradients: Tensors, shaped: int | None = None) -> Iterator[tuple[Kind, Part]]:
-    """The launches of a step over parameters, gradients and states; empty lists and missing copies are left out.
+def parts(storage: Storage, gradients: Tensors, shaped: int | None = None) -> Iterator[tuple[object, Part]]:
+    """The launches of a step: one for each dtype of gradients, with Triton's name of it, and of tensors aligned or not.
 
-    Rows of the tables: parameters, gradients, states, the lower halves of masters, copies. `shaped`: how many lists of
-    states the kernel gets.
+    Rows of the tables: parameters, gradients, states, the lower halves of masters, copies; empty lists are left out.
+    `shaped`: how many lists of states the kernel gets.
     """
-    lists = [storage.params, gradients, *storage.states[:shaped], storage.bits]
-    for kind in kinds_of(gradients, storage.copies):
-        rows = [kind.of(tensors) for tensors in lists if tensors]
-        if storage.copies:
-            rows.append(kind.of(storage.copies))
-        for part in parts_of(rows, CHUNK, kind.places):
-            yield kind, part
+    every = [storage.params, gradients, *storage.states[:shaped], storage.bits, storage.copies]
+    lists, dtypes = [tensors for tensors in every if tensors], listed(gradients).dtypes
+    for dtype in dtypes:
+        places = None if len(dtypes) == 1 else [i for i, each in enumerate(gradients) if each.dtype is dtype]
+        rows = lists if places is None else [[tensors[i] for i in places] for tensors in lists]
+        for part in parts_of(rows, CHUNK, places):
+            yield type_of(dtype), part
 
 
 def launch(kernel: Callable[..., object], part: Part, before: Sequence[object], after: Sequence[object], *,
@@ -228,6 +205,11 @@ def wrote(storage: Storage) -> None:
         count_writes(storage.copies)
 
 
-def type_of(dtype: torch.dtype | None) -> object:
+def type_of(dtype: torch.dtype) -> object:
     """Triton's name of a dtype."""
-    return None if dtype is None else _TYPES[dtype]
+    return _TYPES[dtype]
+
+
+def type_of_copies(storage: Storage) -> object:
+    """Triton's name of the dtype of 16-bit copies; None without any."""
+    return type_of(storage.copies[0].dtype) if storage.copies else None

@@ -8,8 +8,6 @@ the same bits.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import nullcontext
-from typing import NamedTuple
 
 import torch
 import triton
@@ -17,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..lists import TensorList, listed
-from .launch import address, chunk_of, take
+from .launch import address, chunk_of, on, take
 from .tables import parts_of
 
 FOUND = tl.constexpr(0)
@@ -37,25 +35,14 @@ KINDS = {torch.float16: (0, tl.int16, 4), torch.bfloat16: (1, tl.int16, 4), torc
 """How a dtype is read: the kernel's name for it, the integer of its size, and warps. A thread then takes 16 bytes."""
 
 
-class Numbers(NamedTuple):
-    """The result of one reading; all on the gradients' device."""
-
-    found: Tensor
-    """0-d float32: 1 if some entry is inf or nan, else 0."""
-    norm: Tensor
-    """0-d float32: L2 norm of all entries."""
-    nonfinite: Tensor
-    """(number of gradients,) bool: which have an entry that is inf or nan."""
-
-
 def readable(gradients: Sequence[Tensor]) -> bool:
     """Whether `read` takes them: strided, of float16, bfloat16 or float32, all on one device."""
     own = listed(gradients)
     return own.strided and own.together and own.dtypes.keys() <= KINDS.keys()
 
 
-def read(gradients: Sequence[Tensor]) -> Numbers:
-    """Read every entry of `gradients` (one at least, `readable`) once.
+def read(gradients: Sequence[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+    """Read every entry of `gradients` (one at least, `readable`) once: the fields of a `Reading`.
 
     A finite float32 or bfloat16 entry does not overflow the norm, whatever its square is. One launch for each dtype,
     and one to finish; views that do not fill their memory are copied first.
@@ -76,14 +63,14 @@ def read(gradients: Sequence[Tensor]) -> Numbers:
     if not total:
         nothing = torch.zeros((), device=device)
         none = torch.zeros(len(dense), dtype=torch.bool, device=device)
-        return Numbers(nothing, nothing, none)
+        return nothing, nothing, none
 
     squares = torch.empty(total, dtype=torch.float64, device=device)
     tops = torch.empty(total, dtype=torch.float32, device=device)
     floats = torch.empty(2, dtype=torch.float32, device=device)
     covered = sum(part.chunks.tensors for _, part in work) == len(dense)
     flags = (torch.empty if covered else torch.zeros)(len(dense), dtype=torch.uint8, device=device)
-    with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
+    with on(device):
         base = 0
         for dtype, part in work:
             chunks, (kind, integer, warps) = part.chunks, KINDS[dtype]
@@ -102,7 +89,7 @@ def read(gradients: Sequence[Tensor]) -> Numbers:
             )  # fmt: skip
             base += chunks.count
     found, norm = floats.unbind()
-    return Numbers(found, norm, flags.view(torch.bool))
+    return found, norm, flags.view(torch.bool)
 
 
 @triton.jit

@@ -116,23 +116,13 @@ def chunks_of(sizes: tuple[int, ...], chunk: int, device: torch.device) -> Chunk
         if found is not None:
             _chunks.move_to_end(key)
             return found
-    made = _make_chunks(sizes, chunk, device)
-    if not capturing(device):
-        with _lock:
-            _chunks[key] = made
-            while len(_chunks) > _KEPT:
-                _chunks.popitem(last=False)
-    return made
-
-
-def _make_chunks(sizes: tuple[int, ...], chunk: int, device: torch.device) -> Chunks:
     counts = torch.tensor([-(-size // chunk) for size in sizes], dtype=torch.int64, device="cpu")
     ends = counts.cumsum(0)
     count = int(ends[-1]) if sizes else 0
     tensor_of = torch.repeat_interleave(torch.arange(len(sizes), device="cpu"), counts)
     block_of = torch.arange(count, device="cpu") - (ends - counts)[tensor_of]
     first = torch.cat([ends.new_zeros(1), ends])
-    return Chunks(
+    made = Chunks(
         chunk=chunk,
         tensors=len(sizes),
         count=count,
@@ -141,6 +131,12 @@ def _make_chunks(sizes: tuple[int, ...], chunk: int, device: torch.device) -> Ch
         sizes=upload(torch.tensor(sizes, dtype=torch.int64, device="cpu"), device),
         first=upload(first.to(torch.int32), device),
     )
+    if not capturing(device):
+        with _lock:
+            _chunks[key] = made
+            while len(_chunks) > _KEPT:
+                _chunks.popitem(last=False)
+    return made
 
 
 def capturing(device: torch.device) -> bool:
