@@ -99,7 +99,8 @@ class PreampPrecision(fabric.PreampPrecision, Precision):
         report, self._ran = self.session.step(optimizer), False
         interval = model.trainer.log_every_n_steps
         if self._log and interval and model.trainer.training and (report.index + 1) % interval == 0:
-            model.log_dict({name: float(value) for name, value in self._logs().items()})
+            # of no batch: where training_step fetches batches by itself, Lightning does not know their size
+            model.log_dict({name: float(value) for name, value in self._logs().items()}, batch_size=1)
         return result
 
     def clip_grad_by_norm(self, optimizer: Any, clip_val: float) -> None:
@@ -137,7 +138,7 @@ class PreampPrecision(fabric.PreampPrecision, Precision):
     def teardown(self) -> None:
         """Close the session: the model is float32 again. Checkpoints that are saved later still have its state."""
         self.close()
-        self._module, self._in_trainer, self._ran = None, False, False
+        self._module, self._ran = None, False
 
     @contextmanager
     def module_init_context(self) -> Iterator[None]:
