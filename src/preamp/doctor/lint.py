@@ -31,7 +31,7 @@ from .findings.check import Listeners, counted, without_repeats
 from .findings.events import Deviated, Examined, Raised
 from .hooks import Clock
 from .names import names_of
-from .operators import Observer, Products, Stream, found_by
+from .operators import Observer, Products, Stream
 from .places import Places, raised_at
 from .records import shown_path
 from .replay.origin import Trails
@@ -182,7 +182,8 @@ def _observe(
     origin = trails.origin_of(t for t in tensors(out) if _left_the_range(t))
     for fact in shadowed.facts:
         report(Deviated(fact))
-    found += [*found_by(observers), *([] if origin is None else [origin.finding()])]
+    found += [finding for one in observers for finding in one.found]
+    found += [] if origin is None else [origin.finding()]
     if ended is not None and not _is_refusal(found):
         module = names.raised_in(ended)
         report(Raised(type(ended).__name__, str(ended), raised_at(ended), module))

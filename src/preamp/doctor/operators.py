@@ -100,15 +100,14 @@ class Observer:
 
     everywhere: ClassVar[bool] = False
     """Whether it is shown the backward pass, too, and what an optimizer does."""
+    found: Iterable[Finding] = ()
+    """What it has found so far."""
 
     def begin(self, modules: Mapping[str, nn.Module]) -> None:
         """Before the first call: all modules by path."""
 
     def wants(self, func: Any, args: Any, kwargs: Any) -> bool:
-        """Whether an operator is worth a call, decided before anything is asked about its place.
-
-        What one observer wants all are shown.
-        """
+        """Whether it is shown an operator, decided before anything is asked about its place."""
         return True
 
     def before(self, call: Call) -> None:
@@ -119,10 +118,6 @@ class Observer:
 
     def failed(self, error: Exception) -> None:
         """In place of `after`: the operator has raised this."""
-
-    def found(self) -> list[Finding]:
-        """After the last call: what it has found."""
-        return []
 
 
 class Stream(TorchDispatchMode):
@@ -221,45 +216,34 @@ class Stream(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if self.is_paused or is_traced() or not self._applies():
+        places = self._places  # another thread may take them away
+        if self.is_paused or places is None or is_traced() or not self._applies():
             return func(*args, **kwargs)
-        if not any(one.wants(func, args, kwargs) for one in self._observers):
-            return func(*args, **kwargs)
+        shown = [one for one in self._observers if one.wants(func, args, kwargs)]
         call = None
         with self._clock:
-            call = self._before(func, args, kwargs)
+            if shown:
+                written = written_by(func, args, kwargs)
+                place = places.place(any(t._is_view() for t in written))
+                shown = [one for one in shown if one.everywhere or place.direction == "forward"]
+                given = [*tensors_of(args), *tensors_of(kwargs.values())]
+                made = Call(func, tuple(args), dict(kwargs), place, written, torch.is_grad_enabled(), given)
+                with torch.no_grad():
+                    for one in shown:
+                        one.before(made)
+                call = made
         if call is None:
             return func(*args, **kwargs)
         try:
             call.out = out = func(*args, **kwargs)
         except Exception as error:
-            for one in self._observers:
+            for one in shown:
                 one.failed(error)
             raise
         with self._clock, torch.no_grad():
-            for one in self._shown(call.place):
+            for one in shown:
                 one.after(call)
         return out
-
-    def _before(self, func: Any, args: Any, kwargs: Any) -> Call | None:
-        """The operator that is about to run, as observers see it; None where none of them is shown it."""
-        places = self._places  # another thread may take them away
-        if places is None:
-            return None
-        written = written_by(func, args, kwargs)
-        place = places.place(any(t._is_view() for t in written))
-        shown = self._shown(place)
-        if not shown:
-            return None
-        given = [*tensors_of(args), *tensors_of(kwargs.values())]
-        call = Call(func, tuple(args), dict(kwargs), place, written, torch.is_grad_enabled(), given)
-        with torch.no_grad():
-            for one in shown:
-                one.before(call)
-        return call
-
-    def _shown(self, place: Place) -> list[Observer]:
-        return [one for one in self._observers if one.everywhere or place.direction == "forward"]
 
 
 def _has_below(mode: TorchDispatchMode, there: bool) -> None:
@@ -267,11 +251,6 @@ def _has_below(mode: TorchDispatchMode, there: bool) -> None:
     for name, before in vars(mode).items():
         if name.startswith("old_") and before:
             before[-1] = there
-
-
-def found_by(observers: Iterable[Observer]) -> list[Finding]:
-    """What observers found, once nothing more comes."""
-    return [finding for observer in observers for finding in observer.found()]
 
 
 @dataclass(slots=True)

@@ -18,7 +18,7 @@ from ..findings.events import Deviated, Observed, Prepared, RanInThread
 from ..findings.pa202 import row_of
 from ..handled import Handled
 from ..measure import key_of
-from ..operators import Stream, found_by
+from ..operators import Stream
 from ..places import Places
 from ..shadow.absorbed import Changes
 from ..shadow.execution import Shadowed
@@ -288,7 +288,7 @@ class Inspection:
         run, scales = self._run, self._scales
         run.shadowed = None
         seen.close(run)
-        findings = without_repeats(found_by(seen.observers))
+        findings = without_repeats(finding for one in seen.observers for finding in one.found)
         if seen.replayed:
             named, at = run.names.get, run.tape.called_at
             for product in seen.products.all:

@@ -127,24 +127,21 @@ class Tape(Observer):
         low = kwargs.get("dtype") in LOW_DTYPES or any(t.dtype in LOW_DTYPES for t in given)
         return low or any(tensor_key(t) in self._known for t in given)
 
-    def before(self, call: Call) -> None:
-        """Keep an operator, before it runs."""
-        self._op = self.keep(call) if self.wants(call.func, call.args, call.kwargs) else None
-
     def after(self, call: Call) -> None:
         """An operator has given what the ones after it will read."""
         if self._op is not None:
-            self.made(self._op, call.out)
+            self._op.outputs = list(self._know(call.out))
 
     def failed(self, error: Exception) -> None:
         """An operator has raised an error."""
         self._raised(error)
 
-    def keep(self, call: Call) -> Op | None:
-        """An operator, before it runs."""
+    def before(self, call: Call) -> None:
+        """Keep an operator, before it runs."""
+        self._op = None
         if len(self._entries) >= LIMIT:
             self.whole = False
-            return None
+            return
         for tensor in call.written:
             key = tensor_key(tensor)
             if key not in self._known:
@@ -155,22 +152,16 @@ class Tape(Observer):
             self._entries.append(RandomState(random_state()))
         self.readings.note(call.at)
         args, kwargs = self._refer(call.args), self._refer(call.kwargs)
-        op = Op(call.func, args, kwargs, [], call.grad_enabled, call.place, self.in_region)
-        self._entries.append(op)
-        return op
+        self._op = Op(call.func, args, kwargs, [], call.grad_enabled, call.place, self.in_region)
+        self._entries.append(self._op)
 
     def keep_grad(self, original: Any, args: Any, kwargs: Any, out: Any) -> None:
         """`torch.autograd.grad`, after it ran with a graph to go back through once more."""
         if not self._is_open or len(self._entries) >= LIMIT:
             return
         place = Place(self._stream.module, *users_line(), "forward")
-        op = Op(original, self._refer(args), self._refer(kwargs), [], True, place)
-        self._entries.append(op)
-        self.made(op, out)
-
-    def made(self, op: Op, out: Any) -> None:
-        """An operator has returned `out`."""
-        op.outputs = list(self._know(out))
+        args, kwargs = self._refer(args), self._refer(kwargs)
+        self._entries.append(Op(original, args, kwargs, list(self._know(out)), True, place))
 
     def _know(self, out: Any) -> Iterator[Key]:
         """The keys of tensors that a replay makes again."""

@@ -70,8 +70,6 @@ class Shadowed(Judge):
     def before(self, call: Call) -> None:
         """Run the operator on the shadows of what it is about to read."""
         self._wide = None
-        if not self.wants(call.func, call.args, call.kwargs):
-            return
         if call.base == "_local_scalar_dense":
             self.note_read(call)
         if call.place.module != self._module:
