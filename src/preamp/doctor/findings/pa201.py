@@ -7,10 +7,10 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from ...report import Finding
+from ...report.finding import Severity
 from ..records import Line, Rank
 from ..shadow.facts import Fact, spelled
 from .check import Check, on
-from .events import Deviated
 from .pa207 import PA207
 
 _WHOLE = 256
@@ -164,20 +164,12 @@ class PA201(Check):
         """Whatever came first."""
         yield event.finding()
 
-    @on(Deviated)
-    def hidden_infinity(self, event: Deviated) -> Iterator[Finding]:
+    def told(self, fact: Fact) -> tuple[Severity, str]:
         """Something not finite of which another operator made finite numbers again, and wrong ones."""
-        fact = event.fact
-        if fact.code != "PA201":
-            return
-        then = (
-            "the script reads it" if fact.hidden_by is None else f"{spelled(fact.hidden_by)} makes other numbers of it"
-        )
-        yield self.of_fact(
-            "error",
+        then = f"{spelled(fact.hidden_by)} makes other numbers of it" if fact.hidden_by else "the script reads it"
+        return "error", (
             f"{fact.name} ({fact.place.direction}) makes inf or nan of finite {fact.dtype} values where float32 is "
-            f"finite, and {then}: no step is skipped for that",
-            event,
+            f"finite, and {then}: no step is skipped for that"
         )
 
     def at_end(self, rank: Rank) -> Iterator[Finding]:
