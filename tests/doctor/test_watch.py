@@ -314,7 +314,6 @@ def test_a_long_accumulation_is_let_go_of_as_it_goes() -> None:
 
 def test_memory_that_is_used_again_is_not_taken_for_what_was_there() -> None:
     from preamp.doctor.hooks import Clock
-    from preamp.doctor.operators import Stream
     from preamp.doctor.places import Places
     from preamp.doctor.replay.entries import tensor_key
     from preamp.doctor.replay.tape import Tape
@@ -338,15 +337,15 @@ def test_memory_that_is_used_again_is_not_taken_for_what_was_there() -> None:
 def test_an_error_of_the_doctor_s_own_never_reaches_the_script(monkeypatch: pytest.MonkeyPatch) -> None:
     from torch.utils._python_dispatch import _get_current_dispatch_mode
 
+    from preamp.doctor import operators
     from preamp.doctor.follow import audit, magnitudes, soundness, steps
-    from preamp.doctor.operators import Stream
     from preamp.doctor.replay import tape
 
     def broken(*_: Any, **__: Any) -> None:
         raise RuntimeError("a fault of ours")
 
     for owner, name in (
-        (magnitudes, "spread_of"), (tape.Tape, "keep"), (tape.Tape, "enter_model"), (Stream, "_before"),
+        (magnitudes, "spread_of"), (tape.Tape, "before"), (tape.Tape, "enter_model"), (operators, "Call"),
         (audit.Handled, "before"), (soundness.Soundness, "check"), (steps.Steps, "_first_step"),
         (steps.Steps, "before_backward"),
     ):  # fmt: skip

@@ -7,7 +7,7 @@ import gc
 import sys
 import traceback
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
 from typing import Any
 
 import torch
@@ -172,7 +172,7 @@ class Names:
     def _take(self, models: dict[str, nn.Module]) -> None:
         models = {name: model for name, model in models.items() if self._is_called(model)}
         self._models = {name: weakref.ref(model) for name, model in models.items()}
-        before, self._paths, self.owners, held = self._paths, WeakIdKeyDictionary(), {}, list[Tensor]()
+        before, self._paths, self.owners, held = self._paths, WeakIdKeyDictionary(), {}, dict[int, Tensor]()
         taken = {before.get(model, "a part") for model in models.values()}
         for name, model in models.items():
             prefix, fresh = before.get(model, "a part"), "" if len(models) == 1 else f"{name}:"
@@ -185,14 +185,15 @@ class Names:
                 for tensor in (*module._parameters.values(), *module._buffers.values()):
                     if tensor is not None:
                         self.owners.setdefault(id(tensor), self._paths[module])
-                        held.append(tensor)
+                        held[id(tensor)] = tensor
         named: dict[int, tuple[str, nn.Parameter]] = {}
         for name, parameter in (each for model in models.values() for each in model.named_parameters()):
             named.setdefault(id(parameter), (name, parameter))
         self._own_names = {key: name for key, (name, _) in named.items()}
         parameters = [p for _, p in named.values()]
         self._parameters = [weakref.ref(p) for p in parameters]
-        self._watched = [weakref.ref(t, _forget(self.owners, id(t))) for t in held]
+        owners = self.owners
+        self._watched = [weakref.ref(t, lambda _, key=key: owners.pop(key, None)) for key, t in held.items()]  # type: ignore[misc]
         self._unknown = WeakIdKeyDictionary()
         self.is_sharded |= any(type(p).__name__ == "DTensor" for p in parameters)
 
@@ -210,13 +211,6 @@ class Names:
     def parameters(self) -> list[nn.Parameter]:
         """All parameters to train, each once."""
         return [p for ref in self._parameters if (p := ref()) is not None and p.requires_grad]
-
-
-def _forget(owners: dict[int, str], key: int) -> Callable[[Any], None]:
-    def forget(_: Any) -> None:
-        owners.pop(key, None)
-
-    return forget
 
 
 def _variable(module: nn.Module) -> str | None:

@@ -6,13 +6,13 @@ Nothing is changed and nothing is run twice.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import nn
 
-from ..findings import kinds_of
+from ..findings import one_of_each
 from ..findings.events import Recomputed
 from ..handled import Handled
 from ..measure import key_of
@@ -59,8 +59,7 @@ class Look:
     def __init__(self, run: Run, handled: Handled, shadowed: Shadowed, *, replayed: bool = False) -> None:
         self.modules = dict(run.names.items())
         self.products, self.handled, self.shadowed = Products(), handled, shadowed
-        finders: list[Observer] = [kind() for kind in kinds_of(Observer)]
-        self.observers = [*finders, self.products, self.handled, self.shadowed]
+        self.observers = [*one_of_each(Observer), self.products, self.handled, self.shadowed]
         for observer in self.observers:
             observer.begin(self.modules)
         self.replayed = replayed
@@ -116,13 +115,3 @@ def dtypes_of(names: Names) -> dict[str, int]:
     for parameter in names.parameters():
         found[str(parameter.dtype).removeprefix("torch.")] += parameter.numel()
     return dict(found)
-
-
-def audit(products: Products, parameters: Mapping[str, int]) -> dict[str, Any]:
-    """The record of a step's forward pass; `parameters`: their dtypes then."""
-    return {
-        "flops": products.flops,
-        "low_share": products.low_share,
-        "low": sorted({str(product.dtype).removeprefix("torch.") for product in products.low}),
-        "parameters": dict(parameters),
-    }

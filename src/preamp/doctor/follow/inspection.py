@@ -13,7 +13,6 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from ...autocast import MARKER
 from ...tree import tensors
-from ..findings.check import without_repeats
 from ..findings.events import Deviated, Observed, Prepared, RanInThread
 from ..findings.pa202 import row_of
 from ..handled import Handled
@@ -25,7 +24,7 @@ from ..shadow.execution import Shadowed
 from ..shadow.facts import GradientsRead
 from ..shadow.judge import OFF
 from ..shadow.values import gradients_beside
-from .audit import Look, audit, dtypes_of, emit_changes
+from .audit import Look, dtypes_of, emit_changes
 from .evaluation import Evaluation
 from .magnitudes import Telemetry
 from .precision import Precision, regions_entered
@@ -84,7 +83,8 @@ class Inspection:
             if not compiled:
                 run.shadowed = before or Shadowed(readings=run.tape.readings)
                 run.shadowed.between = False
-                self._look = Look(run, self._handled(), run.shadowed)
+                handled = Handled(run.names, lambda: self._precision.keeps_casts, lambda: self._scales.is_library)
+                self._look = Look(run, handled, run.shadowed)
                 run.stream.add(*self._look.observers, inside=module)
             elif turn != self._again_in:
                 self._again_in, self._again = turn, True
@@ -110,22 +110,16 @@ class Inspection:
             run.tape.open_window(between=True)
 
     def evaluate(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
-        """A model is about to run without gradients."""
+        """A model is about to run without gradients; None where that is not looked at by itself."""
+        if self.every is None or self._look is not None or self._precision.compiled:
+            return None
         self._run.stop_waiting()
         return self.evaluation.model_called(module, args, kwargs)
-
-    def _handled(self) -> Handled:
-        return Handled(self._run.names, lambda: self._precision.keeps_casts, lambda: self._scales.is_library)
 
     @property
     def looks(self) -> bool:
         """Whether the operators of this step are looked at, as they run or in a replay."""
         return self._look is not None or self._again
-
-    @property
-    def evaluates(self) -> bool:
-        """Whether a call without gradients is to be looked at by itself."""
-        return self.every is not None and self._look is None and not self._precision.compiled
 
     def _is_close(self, turn: int) -> bool:
         """Whether operators are observed: in the first step, and then more and more rarely.
@@ -228,10 +222,8 @@ class Inspection:
         run, scales, look = self._run, self._scales, self._look
         self._judge()
         if look is not None and look.exact and not run.bad:
-            rows, scale = (
-                sorted(look.exact.values(), key=lambda one: (-one.lost, -one.relative)),
-                scales.of_backward.scale,
-            )
+            rows = sorted(look.exact.values(), key=lambda one: (-one.lost, -one.relative))
+            scale = scales.of_backward.scale
             run.emit(GradientsRead(rows, scale, scales.highest))
             run.recorder.write("underflow", step=run.step, scale=scale, rows=list(map(row_of, rows)))
         telemetry = self._telemetry
@@ -288,16 +280,13 @@ class Inspection:
         run, scales = self._run, self._scales
         run.shadowed = None
         seen.close(run)
-        findings = without_repeats(finding for one in seen.observers for finding in one.found)
-        if seen.replayed:
-            named, at = run.names.get, run.tape.called_at
-            for product in seen.products.all:
-                product.at = product.at if product.at[0] else at(product.module, named)
-            lines = [(one.file, one.line) if one.file else at(one.module, named) for one in findings]
-            placed = zip(findings, lines, strict=True)
-            findings = tuple(replace(one, file=file, line=line) for one, (file, line) in placed)
-        for finding in findings:
-            run.report(finding)
+        for finding in (finding for one in seen.observers for finding in one.found):
+            file, line = finding.file, finding.line
+            if seen.replayed and file is None:
+                file, line = run.tape.called_at(finding.module, run.names.get)
+            run.report(replace(finding, file=file, line=line))
+        for product in seen.products.all if seen.replayed else ():
+            product.at = product.at if product.at[0] else run.tape.called_at(product.module, run.names.get)
         facts = [one for one in seen.shadowed.facts if one.place.direction == "forward" or one.kind == "made"]
         facts = [one for one in facts if one.kind != "not finite" or one.place.at not in run.origins][:FACTS]
         run.recorder.write("shadow", step=run.step, **seen.shadowed.told())
@@ -309,8 +298,10 @@ class Inspection:
         self.ran_low |= bool(seen.products.low)
         self.decided |= any(one.kind == "decided" for one in facts)
         run.emit(Observed(seen.products, seen.modules, seen.handled, scales.scale or 1.0, [*self._prepared()]))
+        low = sorted({str(product.dtype).removeprefix("torch.") for product in seen.products.low})
+        facts_of_products = {"flops": seen.products.flops, "low_share": seen.products.low_share, "low": low}
         parameters = seen.parameters or dtypes_of(run.names)
-        run.recorder.write("audit", step=run.step, **audit(seen.products, parameters))
+        run.recorder.write("audit", step=run.step, **facts_of_products, parameters=parameters)
 
     def _prepared(self) -> Iterator[Prepared]:
         for session, own in self._scales.prepared():

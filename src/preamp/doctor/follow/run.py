@@ -17,8 +17,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from ...report import Finding
-from ..findings import checks
-from ..findings.check import Listeners
+from ..findings import one_of_each
+from ..findings.check import Check, Listeners
 from ..findings.events import Deviated, Raised
 from ..hooks import Clock, Patches
 from ..names import Names
@@ -38,9 +38,9 @@ class Run:
     def __init__(self, recorder: Recorder, base: Path, names: Names | None = None) -> None:
         self.recorder, self.names = recorder, names or Names()
         self.patches, self.clock = Patches(self.is_followed), Clock(self._failed)
-        self.stream = Stream(self._places, self.clock, self.is_followed)
+        self.stream = Stream(lambda: Places(self.names.known, self.names.owners), self.clock, self.is_followed)
         self.tape = Tape(self.stream, Readings(), self.raised)
-        self.emit = Listeners(checks(), self.report)
+        self.emit = Listeners(one_of_each(Check), self.report)
         self.optimizers: weakref.WeakValueDictionary[int, Optimizer] = weakref.WeakValueDictionary()
         """By their ids. The script decides how long they and the models live."""
         self.places: dict[int, Line] = {}
@@ -63,13 +63,10 @@ class Run:
         """Whether an error of the doctor has ended the observation."""
         self.on_failure: list[Callable[[], None]] = []
         self._base = base
-        self._most = 0  # attempts of an optimizer that is gone
+        self.most = 0  # attempts of an optimizer that is gone
         self._thread: threading.Thread | None = None
         self._is_alone = True
         self._reported: set[Any] = set()
-
-    def _places(self) -> Places:
-        return Places(self.names.known, self.names.owners)
 
     @property
     def is_own(self) -> bool:
@@ -121,7 +118,7 @@ class Run:
     @property
     def step(self) -> int:
         """Attempts so far, of the optimizer that made most."""
-        return max((self._most, *self.attempts.values()))
+        return max((self.most, *self.attempts.values()))
 
     @property
     def turn(self) -> int:
@@ -135,10 +132,6 @@ class Run:
     def place_of(self, optimizer: Optimizer) -> Line:
         """Where an optimizer was made, if that was seen."""
         return self.places.get(id(optimizer), NOWHERE)
-
-    def forget(self, key: int) -> None:
-        """An optimizer that is gone had this id."""
-        self._most = max(self._most, self.attempts.pop(key, 0))
 
     def parameters(self) -> list[Tensor]:
         """The parameters of all models, and those that optimizers step."""
@@ -197,15 +190,12 @@ class Run:
 
         return call
 
-    def uncaught(self, original: Any, kind: Any, error: Any, trace: Any) -> None:
-        """In place of `sys.excepthook`: the script ends by this error."""
-        if self.is_own:
-            with _uninterrupted():
-                name = getattr(kind, "__name__", str(kind))
-                self.recorder.write("raised", type=name, text=str(error)[:2000])
-                self.raised(error, trace)
-                without_ours(error)
-        original(kind, error, trace)
+    def uncaught(self, kind: Any, error: Any, trace: Any) -> None:
+        """The script ends by this error."""
+        with _uninterrupted():
+            self.recorder.write("raised", type=getattr(kind, "__name__", str(kind)), text=str(error)[:2000])
+            self.raised(error, trace)
+            without_ours(error)
 
     def _failed(self, error: Exception) -> None:
         """Record an error of the doctor, end the observation, and let the script go on undisturbed."""

@@ -137,7 +137,7 @@ class Steps:
 
     def forget(self, key: int) -> None:
         """An optimizer that is gone had this id."""
-        self._run.forget(key)
+        self._run.most = max(self._run.most, self._run.attempts.pop(key, 0))
         self._examined.discard(key)
         self._without_masters.discard(key)
 

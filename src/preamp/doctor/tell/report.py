@@ -14,8 +14,8 @@ from typing import Any
 from ... import __version__
 from ...report import Finding, Picture, Report, Section, to_json
 from ...report.files import write_text
-from ..findings import checks_at_end, glossary
-from ..findings.check import counted
+from ..findings import AT_END, glossary, one_of_each
+from ..findings.check import Check, counted
 from ..records import Rank, shown_path
 from .charts import loss_chart, magnitudes, picture, ran_fp16, scale_chart, spread
 
@@ -77,9 +77,10 @@ _ANNOUNCED = frozenset({"PA101", "PA103", "PA205"})
 def judge(ranks: Sequence[Rank]) -> list[Finding]:
     """What only the whole run of a process shows, or what several show beside each other."""
     ranks = [rank for rank in ranks if rank.steps]
+    checks = one_of_each(Check, AT_END)
     if len(ranks) > 1:
-        return [finding for check in checks_at_end() for finding in check.among(ranks)]
-    return [finding for rank in ranks for check in checks_at_end() for finding in check.at_end(rank)]
+        return [finding for check in checks for finding in check.among(ranks)]
+    return [finding for rank in ranks for check in checks for finding in check.at_end(rank)]
 
 
 def _as_one(same: list[tuple[Finding, int]]) -> Finding:
