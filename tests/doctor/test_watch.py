@@ -313,6 +313,7 @@ def test_a_long_accumulation_is_let_go_of_as_it_goes() -> None:
 
 
 def test_memory_that_is_used_again_is_not_taken_for_what_was_there() -> None:
+    from preamp.doctor import operators
     from preamp.doctor.hooks import Clock
     from preamp.doctor.places import Places
     from preamp.doctor.replay.entries import tensor_key
@@ -320,7 +321,7 @@ def test_memory_that_is_used_again_is_not_taken_for_what_was_there() -> None:
     from preamp.doctor.shadow.source import Readings
 
     def keys(kept: bool) -> set[Any]:
-        stream = Stream(lambda: Places(lambda module, default: default, {}), Clock())
+        stream = operators.Stream(lambda: Places(lambda module, default: default, {}), Clock())
         tape, seen = Tape(stream, Readings()), set()
         for _ in range(50):
             tensor = torch.randn(1000)
