@@ -25,7 +25,7 @@ from torch.utils._python_dispatch import (
 
 from ..formats import LOW_DTYPES
 from ..report import Finding
-from ..tree import PLAIN, tensors
+from ..tree import tensors
 from .hooks import Clock, is_traced
 from .places import Place, Places, written_by
 from .records import Line
@@ -55,16 +55,6 @@ class Call:
         return base_of(self.func)
 
     @property
-    def module(self) -> str | None:
-        """Path of the innermost module whose forward was running; None outside of all models."""
-        return self.place.module
-
-    @property
-    def at(self) -> Line:
-        """File and line of the innermost frame that is the user's."""
-        return self.place.at
-
-    @property
     def inputs(self) -> list[Tensor]:
         """Floating tensors among the arguments."""
         return [t for t in self.given if t.is_floating_point()]
@@ -77,15 +67,6 @@ class Call:
             alone = (each for each in given if isinstance(each, Tensor) and each.is_cpu and not each.dim())
             given += tuple(each.item() for each in alone if not each.requires_grad)
         return [float(each) for each in given if type(each) in (int, float)]
-
-
-def tensors_of(values: Iterable[Any]) -> Iterator[Tensor]:
-    """Every tensor in these; most are tensors themselves, or plain."""
-    for value in values:
-        if isinstance(value, Tensor):
-            yield value
-        elif type(value) not in PLAIN:
-            yield from tensors(value)
 
 
 @cache
@@ -226,7 +207,7 @@ class Stream(TorchDispatchMode):
                 written = written_by(func, args, kwargs)
                 place = places.place(any(t._is_view() for t in written))
                 shown = [one for one in shown if one.everywhere or place.direction == "forward"]
-                given = [*tensors_of(args), *tensors_of(kwargs.values())]
+                given = [*tensors(args), *tensors(kwargs)]
                 made = Call(func, tuple(args), dict(kwargs), place, written, torch.is_grad_enabled(), given)
                 with torch.no_grad():
                     for one in shown:
@@ -277,9 +258,9 @@ class Products(Observer):
         if measured is None:
             return
         flops, dtype, dims = measured
-        key = (call.module, call.base, dtype, dims)
+        key = (call.place.module, call.base, dtype, dims)
         if key not in self._by_kind:
-            self._by_kind[key] = Product(call.module, call.base, dtype, dims, call.at)
+            self._by_kind[key] = Product(call.place.module, call.base, dtype, dims, call.place.at)
         self._by_kind[key].flops += flops
 
     @property
@@ -305,40 +286,26 @@ class Products(Observer):
 
 def _measure(call: Call) -> tuple[float, torch.dtype, Dims] | None:
     args, base = call.args, call.base
-    if base in ("mm", "bmm"):
-        return _matmul(*args[:2])
-    if base in ("addmm", "baddbmm", "_addmm_activation"):
-        return _matmul(*args[1:3])
+    if base in ("mm", "bmm", "addmm", "baddbmm", "_addmm_activation"):
+        left, right = args[:2] if base in ("mm", "bmm") else args[1:3]
+        inner, columns = right.shape[-2:]
+        # The rows are the batch, which says nothing here: an example is often smaller than a training batch.
+        return 2.0 * left.numel() * columns, left.dtype, (("inner", inner), ("columns", columns))
     if base in ("convolution", "_convolution", "mkldnn_convolution", "cudnn_convolution"):
-        return _conv(args[0], args[1], call.out, transposed=base == "convolution" and bool(args[6]))
-    if base in ("mkldnn_rnn_layer", "_cudnn_rnn"):
-        weights = args[1:3] if base == "mkldnn_rnn_layer" else args[1]
-        return _recurrent(args[0], [w for w in weights if w.dim() == 2])
+        given, weight, transposed = args[0], args[1], base == "convolution" and bool(args[6])
+        places = given if transposed else call.out
+        first, second = ("in", "out") if transposed else ("out", "in")
+        dims = ((f"{first}_channels", weight.shape[0]), (f"{second}_channels", weight.shape[1]))
+        return 2.0 * weight.numel() * places.shape[0] * math.prod(places.shape[2:]), given.dtype, dims
+    if base in ("mkldnn_rnn_layer", "_cudnn_rnn"):  # a whole layer, or several: every weight meets every position
+        given, weights = args[0], [w for w in (args[1:3] if base == "mkldnn_rnn_layer" else args[1]) if w.dim() == 2]
+        dims = (("input_size", weights[0].shape[1]), ("hidden_size", weights[1].shape[1]))
+        return 2.0 * given.numel() // given.shape[-1] * sum(w.numel() for w in weights), given.dtype, dims
     if base.startswith("_scaled_dot_product") and isinstance(args[0], Tensor) and "backward" not in base:
         query, key, value = args[:3]
         flops = 2.0 * query.numel() * key.shape[-2] + 2.0 * math.prod(query.shape[:-1]) * value.shape[-2:].numel()
         return flops, query.dtype, (("head size", query.shape[-1]),)
     return None
-
-
-def _matmul(left: Tensor, right: Tensor) -> tuple[float, torch.dtype, Dims]:
-    inner, columns = right.shape[-2:]
-    # The rows are the batch, which says nothing here: an example is often smaller than a training batch.
-    return 2.0 * left.numel() * columns, left.dtype, (("inner", inner), ("columns", columns))
-
-
-def _recurrent(given: Tensor, weights: list[Tensor]) -> tuple[float, torch.dtype, Dims]:
-    """A whole recurrent layer, or several of them, in one kernel: every weight meets every position."""
-    positions = given.numel() // given.shape[-1]
-    dims = (("input_size", weights[0].shape[1]), ("hidden_size", weights[1].shape[1]))
-    return 2.0 * positions * sum(w.numel() for w in weights), given.dtype, dims
-
-
-def _conv(given: Tensor, weight: Tensor, out: Tensor, *, transposed: bool) -> tuple[float, torch.dtype, Dims]:
-    places = given if transposed else out
-    flops = 2.0 * weight.numel() * places.shape[0] * math.prod(places.shape[2:])
-    first, second = ("in", "out") if transposed else ("out", "in")
-    return flops, given.dtype, ((f"{first}_channels", weight.shape[0]), (f"{second}_channels", weight.shape[1]))
 
 
 def dimensions(product: Product, module: nn.Module | None) -> Dims:

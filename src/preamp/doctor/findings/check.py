@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any, ClassVar
 
 from ...report import Finding, count_severities
@@ -106,6 +107,13 @@ def without_repeats(findings: Iterable[Finding]) -> tuple[Finding, ...]:
         place = (each.file, each.line) if each.line is not None else (each.message,)
         kept.setdefault((each.code, each.module, each.op, *place), each)
     return tuple(kept.values())
+
+
+def with_evidence(finding: Finding, **evidence: Any) -> Finding:
+    """The same with more evidence."""
+    seen = finding.evidence
+    before = {} if seen is None else seen if isinstance(seen, dict) else {"seen": seen}
+    return replace(finding, evidence={**before, **evidence})
 
 
 def counted(findings: Iterable[Finding]) -> str:

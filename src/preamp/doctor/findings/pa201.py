@@ -10,7 +10,7 @@ from ...report import Finding
 from ...report.finding import Severity
 from ..records import Line, Rank
 from ..shadow.facts import Fact, spelled
-from .check import Check, on
+from .check import Check, on, with_evidence
 from .pa207 import PA207
 
 _WHOLE = 256
@@ -116,7 +116,7 @@ class Diagnosis:
         step, source, fact = self.step, self.origin.source, self.fact
         found = self.origin.finding(step)
         if self.tried is not None:
-            found = replace(found, fix=self.fix or found.fix, evidence={**_evidence(found), "tried": self.tried})
+            found = with_evidence(replace(found, fix=self.fix or found.fix), tried=self.tried)
         if fact is not None and fact.kind != "not finite":
             place, lost = fact.place, "zero" if fact.kind == "lost" else fact.off
             message = (
@@ -148,12 +148,8 @@ class Diagnosis:
             if source is None:
                 found = replace(found, file=file, line=line, module=None, op="a cast")
         if self.samples:
-            found = replace(found, evidence={**_evidence(found), "entries of the batch": list(self.samples)})
+            found = with_evidence(found, **{"entries of the batch": list(self.samples)})
         return found
-
-
-def _evidence(found: Finding) -> dict[str, Any]:
-    return dict(found.evidence) if isinstance(found.evidence, dict) else {}
 
 
 class PA201(Check):

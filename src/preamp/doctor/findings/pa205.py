@@ -38,7 +38,7 @@ class Tops(Observer):
             return
         if not any(t.dtype is torch.float16 for t in call.inputs):
             return  # a cast: the number is older than this line
-        key, top = (call.module, call.at), float(out.abs().max())
+        key, top = (call.place.module, call.place.at), float(out.abs().max())
         if top >= NEAR_TOP and FP16.max in {top, *(float(t.abs().max()) for t in call.inputs if t.numel())}:
             return  # torch.finfo(dtype).min as a mask: meant to be there
         if max(NEAR_TOP, self._tops.get(key, 0.0)) <= top <= FP16.max:

@@ -21,7 +21,7 @@ from ...autocast import MARKER
 from ...formats import LOW_DTYPES
 from ...machine import random_kept, random_state, set_random_state
 from ...tree import PLAIN, tensors
-from ..operators import Call, Observer, Stream, base_of, tensors_of
+from ..operators import Call, Observer, Stream, base_of
 from ..places import Place, Places, users_line
 from ..records import NOWHERE, Line
 from ..shadow.remedies import PRODUCTS, Remedy, applied, run_kept
@@ -123,7 +123,7 @@ class Tape(Observer):
             return False
         if not self._between:
             return True
-        given = [*tensors_of(args)]
+        given = [*tensors(args)]
         low = kwargs.get("dtype") in LOW_DTYPES or any(t.dtype in LOW_DTYPES for t in given)
         return low or any(tensor_key(t) in self._known for t in given)
 
@@ -150,7 +150,7 @@ class Tape(Observer):
         if not self._drew and torch.Tag.nondeterministic_seeded in call.func.tags:
             self._drew = True  # the first that draws since a model returned; those after it go on from there
             self._entries.append(RandomState(random_state()))
-        self.readings.note(call.at)
+        self.readings.note(call.place.at)
         args, kwargs = self._refer(call.args), self._refer(call.kwargs)
         self._op = Op(call.func, args, kwargs, [], call.grad_enabled, call.place, self.in_region)
         self._entries.append(self._op)
@@ -255,23 +255,17 @@ class Tape(Observer):
         return [env[key] for key in wanted]
 
     @contextmanager
-    def replaying(self) -> Iterator[None]:
-        """Inside, the models are called by us."""
-        flags = {part: restore.attributes_of(part) for model in self.models() for part in model.modules()}
-        self.is_replaying = True
-        try:
-            with _disable_current_modes(), random_kept():
-                yield
-        finally:
-            self.is_replaying = False
-            restore.put_back(flags)
-
-    @contextmanager
     def done_again(self) -> Iterator[None]:
         """Inside, models may be called again: it leaves no trace, and only modes entered inside see it."""
         parts = [part for model in self.models() for part in model.modules()]
-        with self.replaying(), restore.untouched(parts), restore.eager():
-            yield
+        attributes = {part: restore.attributes_of(part) for part in parts}
+        self.is_replaying = True
+        try:
+            with _disable_current_modes(), random_kept(), restore.untouched(parts), restore.eager():
+                yield
+        finally:
+            self.is_replaying = False
+            restore.put_back(attributes)
 
     @property
     def is_empty(self) -> bool:

@@ -210,14 +210,14 @@ class Judge(Observer):
 
     def _lines_before(self, call: Call) -> tuple[Line, ...]:
         """The line of a call, and the lines that led to what it reads, the nearest first."""
-        found, left, seen = [call.at], deque(key_of(t) for t in call.inputs), set[int]()
+        found, left, seen = [call.place.at], deque(key_of(t) for t in call.inputs), set[int]()
         while left and len(found) < 8:
             key = left.popleft()
-            line, read = self._trail.get(key, (self.shadows.cast_at.get(key, call.at), ()))
+            line, read = self._trail.get(key, (self.shadows.cast_at.get(key, call.place.at), ()))
             if key not in seen:
                 seen.add(key)
                 left.extend(read)
-                if line not in found and (line[0] == call.at[0] or (line[0] and not in_library(line[0]))):
+                if line not in found and (line[0] == call.place.at[0] or (line[0] and not in_library(line[0]))):
                     found.append(line)
         return tuple(found)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import textwrap
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -166,7 +166,7 @@ class Applied(TorchFunctionMode):
                 self._cast[id(out)] = at, out
             return out
         args, kwargs = self._given(func, args, kwargs, at)
-        with no_autocast():
+        with torch.autocast("cpu", enabled=False), torch.autocast("cuda", enabled=False):
             made = func(*args, **kwargs)
         self._made.update({id(each): each for each in tensors(made)})
         return made
@@ -210,14 +210,6 @@ def casts_low(name: str, args: Any, kwargs: Any) -> bool:
 def widened(tensor: Tensor) -> Tensor:
     """float32 in place of a 16-bit tensor."""
     return tensor.float() if tensor.dtype in LOW_DTYPES else tensor
-
-
-def no_autocast() -> ExitStack:
-    """No autocast region on any device."""
-    stack = ExitStack()
-    for kind in ("cpu", "cuda"):
-        stack.enter_context(torch.autocast(kind, enabled=False))
-    return stack
 
 
 def applied(remedy: Remedy | None, places: Places) -> AbstractContextManager[Any]:
