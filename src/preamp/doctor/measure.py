@@ -80,17 +80,15 @@ def _extremes(flat: Tensor) -> tuple[float, int]:
     return (float(finite.abs().amax()) if finite.numel() else 0.0), flat.numel() - finite.numel()
 
 
+def storage_of(tensor: Tensor) -> torch.UntypedStorage | None:
+    """A tensor's storage; None for sparse and other tensors that have no single one."""
+    try:
+        return tensor.untyped_storage()
+    except (RuntimeError, NotImplementedError):
+        return None
+
+
 def key_of(tensor: Tensor) -> int:
     """Which storage a tensor has; its views have the same."""
-    try:
-        return int(tensor.untyped_storage()._cdata)
-    except (RuntimeError, NotImplementedError):
-        return -id(tensor)  # sparse and other tensors without one storage
-
-
-def storage_bytes(tensor: Tensor) -> int:
-    """How large it is; 0 for a tensor without one."""
-    try:
-        return tensor.untyped_storage().nbytes()
-    except (RuntimeError, NotImplementedError):
-        return 0
+    storage = storage_of(tensor)
+    return -id(tensor) if storage is None else int(storage._cdata)

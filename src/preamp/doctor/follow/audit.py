@@ -5,15 +5,15 @@ Nothing is changed and nothing is run twice.
 
 from __future__ import annotations
 
+import threading
 from collections import Counter
-from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import nn
 
 from ..findings import one_of_each
-from ..findings.events import Recomputed
+from ..findings.events import RanInThread, Recomputed
 from ..handled import Handled
 from ..measure import key_of
 from ..names import Names
@@ -27,30 +27,33 @@ from .run import Run
 from .scales import is_well_known
 
 
-class Recomputation:
-    """Follows the autocast region in which each module runs, forward and when it is recomputed."""
+class Regions:
+    """Follows the autocast region in which each module runs: forward, in other threads, and when it is recomputed."""
 
     def __init__(self, names: Names) -> None:
         self._names = names
+        self.entered: tuple[str, ...] = ()
+        """Device types for which autocast is on where the model was called."""
+        self._thread = threading.get_ident()
         self._first: dict[nn.Module, tuple[torch.dtype, ...]] = {}
-        self._differ: list[Recomputed] = []
+        self._outermost: list[Recomputed | RanInThread] = []
         self._hook: Any = nn.modules.module.register_module_forward_pre_hook(self._enter)
 
-    def close(self) -> Iterator[Recomputed]:
-        """Let go of torch's global hook; gives the outermost modules that were recomputed otherwise."""
+    def close(self) -> list[Recomputed | RanInThread]:
+        """Let go of torch's global hook; gives the outermost modules that ran otherwise."""
         self._hook.remove()
-        return iter(self._differ)
+        return self._outermost
 
     def _enter(self, module: nn.Module, _: Any) -> None:
-        now = tuple(torch.get_autocast_dtype(kind) for kind in regions_entered())
+        now, path = tuple(torch.get_autocast_dtype(kind) for kind in regions_entered()), self._names.get(module)
+        if path is None or any(f"{path}.".startswith(f"{outer.module}.") for outer in self._outermost):
+            return
         if torch._C._current_autograd_node() is None:
             self._first.setdefault(module, now)
-            return
-        before, path = self._first.get(module), self._names.get(module)
-        if before is None or before == now or path is None:
-            return
-        if not any(path == outer.module or path.startswith(f"{outer.module}.") for outer in self._differ):
-            self._differ.append(Recomputed(path, before, now, users_line()))
+            if self.entered and not now and threading.get_ident() != self._thread:
+                self._outermost.append(RanInThread(path))
+        elif self._first.get(module, now) != now:
+            self._outermost.append(Recomputed(path, self._first[module], now, users_line()))
 
 
 class Look:
@@ -64,7 +67,7 @@ class Look:
             observer.begin(self.modules)
         self.replayed = replayed
         """Whether it is one of a replay, which has no lines of the script's inside of its models."""
-        self.recomputation = None if replayed else Recomputation(run.names)
+        self.regions = Regions(run.names)
         self.exact: dict[int, GradientSpread] = {}
         """What float16 lost of each gradient, by the parameter's id, as far as shadows show it."""
         self.parameters: dict[str, int] = {}
@@ -73,7 +76,7 @@ class Look:
     def close(self, run: Run) -> None:
         """Show operators to its observers no more."""
         run.stream.remove(*self.observers)
-        for event in () if self.recomputation is None else self.recomputation.close():
+        for event in self.regions.close():
             run.emit(event)
 
 

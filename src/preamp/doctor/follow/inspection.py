@@ -13,19 +13,19 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from ...autocast import MARKER
 from ...tree import tensors
-from ..findings.events import Deviated, Observed, Prepared, RanInThread
+from ..findings.events import Deviated, Observed, Prepared
 from ..findings.pa202 import row_of
 from ..handled import Handled
 from ..measure import key_of
 from ..operators import Stream
 from ..places import Places
+from ..replay.tape import Tape
 from ..shadow.absorbed import Changes
 from ..shadow.execution import Shadowed
 from ..shadow.facts import GradientsRead
 from ..shadow.judge import OFF
 from ..shadow.values import gradients_beside
 from .audit import Look, dtypes_of, emit_changes
-from .evaluation import Evaluation
 from .magnitudes import Telemetry
 from .precision import Precision, regions_entered
 from .run import Run
@@ -35,6 +35,57 @@ ENOUGH = 64
 """Model calls of one step that are inspected."""
 FACTS = 6
 """Facts of one step for which fixes are tried."""
+LOOKS, CALLS = 3, 16
+"""Evaluations of a run that are looked at, and model calls of one that are."""
+
+
+class Evaluation:
+    """Shadows the first evaluations under `no_grad`: each from a model's call to the next step."""
+
+    def __init__(self, run: Run, replay: bool) -> None:
+        self._run, self._replay = run, replay
+        self._looks = self._calls = 0
+        self._shadowed: Shadowed | None = None
+        self._changes = Changes()
+        """What is changed in place, in all of its model calls: what adds up there may stop late."""
+        self._tape = Tape(run.stream, run.tape.readings)
+        self._turn = -1
+
+    def model_called(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        """A model is about to run without gradients; what is returned is handed to `model_returned`."""
+        if self._shadowed is None:
+            if self._looks >= LOOKS or self._run.turn == self._turn:
+                return None
+            self._looks, self._calls, self._turn = self._looks + 1, 0, self._run.turn
+            self._shadowed = Shadowed(readings=self._tape.readings)
+            self._changes = Changes()
+            self._run.names.get(module)
+            self._run.stream.add(self._shadowed, self._changes, inside=module)
+        self._calls += 1
+        if self._calls > CALLS:
+            self._tape.close_window()
+            self._run.stream.remove(self._shadowed)
+            return None
+        return self._tape.enter_model(module, args, kwargs)
+
+    def model_returned(self, call: Any, out: Any) -> None:
+        """It has returned `out`."""
+        if out is not None:
+            self._tape.leave_model(call, out, keep_on=True)
+
+    def end(self) -> None:
+        """A step of the training begins, or the script is over: report what there was."""
+        shadowed, self._shadowed = self._shadowed, None
+        if shadowed is None:
+            return
+        run, facts = self._run, [*shadowed.facts, *shadowed.read_out]
+        self._tape.close_window()
+        run.stream.remove(shadowed, self._changes)
+        emit_changes(self._changes, run, run.step)
+        trials = run.trials(self._tape) if facts and self._replay else None
+        run.tell(facts, trials)
+        run.recorder.write("evaluation", step=run.step, **shadowed.told())
+        self._tape.clear()
 
 
 class Inspection:
@@ -50,7 +101,6 @@ class Inspection:
         self._changes: Changes | None = None
         """What is changed in place, from the first model call of a step to that of the next."""
         self._changes_in = 0
-        """That step."""
         self._telemetry: Telemetry | None = None
         self._turn, self._opened = -1, 0
         self._again, self._again_in = False, -1
@@ -92,6 +142,7 @@ class Inspection:
             self._tell_before(before)
         if self._look is not None:
             self._look.handled.in_region = bool(regions) or torch.is_autocast_enabled(MARKER)
+            self._look.regions.entered = regions
         if self._changes is not None and not compiled:
             run.stream.add(self._changes, inside=module)
         if self._telemetry is None and turn % self.every == 0:
@@ -99,7 +150,6 @@ class Inspection:
         if self._telemetry is not None and not compiled:
             self._telemetry.in_backward = False
             self._telemetry.open()
-            self._telemetry.regions = regions
 
     def wait(self, turn: int) -> None:
         """The script goes on to the batch of this turn, without a model yet: data, times and masks are made."""
@@ -188,8 +238,6 @@ class Inspection:
             self._compare_gradients(self._look, self._scales.of_backward.scale or 1.0)
         if self._telemetry is not None:
             self._telemetry.close()
-            for path in self._telemetry.outside[:1]:
-                self._run.emit(RanInThread(path))
         if self._look is not None and self._scales.on_gradients != 1:
             grads = (p.grad for p in self._run.names.parameters() if p.grad is not None)
             self._look.handled.gradients = frozenset(key_of(grad) for grad in grads)
@@ -266,8 +314,8 @@ class Inspection:
 
     def give_up(self) -> None:
         """End the inspection and judge nothing."""
-        if self._look is not None and self._look.recomputation is not None:
-            self._look.recomputation.close()
+        if self._look is not None:
+            self._look.regions.close()
         if self._telemetry is not None:
             self._telemetry.close()
         self._look = self._changes = self._telemetry = self.every = None

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from ...formats import name_of
 from ...tree import tensors
 from ..findings.pa201 import Operand, Origin
-from ..measure import key_of, storage_bytes
+from ..measure import key_of, storage_of
 from ..operators import Call, Observer
 from ..places import UNINITIALISED, is_view
 
@@ -80,7 +80,8 @@ class Trails(Observer):
         keys, aliased = {key_of(tensor) for tensor in sick}, {key_of(tensor) for tensor, _, _ in read}
         for tensor in wrote:
             # A part that is finite says nothing of the rest of its storage.
-            whole = tensor.numel() * tensor.element_size() >= storage_bytes(tensor)
+            storage = storage_of(tensor)
+            whole = storage is None or tensor.numel() * tensor.element_size() >= storage.nbytes()
             if key_of(tensor) not in keys and (whole or key_of(tensor) not in aliased):
                 self._trails.pop(key_of(tensor), None)
         if not sick:

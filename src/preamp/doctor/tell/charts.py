@@ -20,7 +20,7 @@ from ...report import (
     Span,
     exponent_spans,
 )
-from ..exponents import KINDS, Row, rows_of, together
+from ..exponents import KINDS, Exponents, Row, rows_of
 from ..records import Rank
 
 ROWS = 40
@@ -140,15 +140,10 @@ def _worst(rows: Iterable[Row], value: Any, worse: Any) -> dict[str, dict[str, f
     return found
 
 
-def _shown(worst: dict[str, dict[str, float]], harm: Any, most: int) -> tuple[list[str], str]:
-    """The modules to show, in the model's order, and a note on the others."""
-    ranked = sorted(worst, key=lambda module: max(map(harm, worst[module].values())), reverse=True)[:most]
-    left = len(worst) - len(ranked)
-    return [m for m in worst if m in set(ranked)], f"{left} more modules are better off." if left else ""
-
-
 def _heat(title: str, worst: dict[str, dict[str, float]], label: str, harm: Any, most: int, **options: Any) -> HeatMap:
-    modules, note = _shown(worst, harm, most)
+    ranked = sorted(worst, key=lambda module: max(map(harm, worst[module].values())), reverse=True)[:most]
+    modules = [module for module in worst if module in ranked]
+    note = f"{len(worst) - len(ranked)} more modules are better off." if len(worst) > len(ranked) else ""
     values = [[worst[module].get(kind) for kind in KINDS] for module in modules]
     return HeatMap(title, [m or "(root)" for m in modules], KINDS, values, label, note=note, **options)
 
@@ -168,7 +163,7 @@ def _headroom(rows: list[Row], most: int = ROWS) -> HeatMap:
 def _histogram(rows: list[Row], step: int) -> ExponentHistogram:
     series = []
     for kind in KINDS:
-        whole = together(row.true for row in rows if row.kind == kind)
+        whole = sum((row.true for row in rows if row.kind == kind), start=Exponents(0, ()))
         if whole.some:
             shares = [count / whole.some for count in whole.counts]
             series.append(Series(kind, range(whole.first, whole.first + len(shares)), shares))
