@@ -45,7 +45,7 @@ class Regions:
         return self._outermost
 
     def _enter(self, module: nn.Module, _: Any) -> None:
-        now, path = tuple(torch.get_autocast_dtype(kind) for kind in regions_entered()), self._names.get(module)
+        now, path = tuple(torch.get_autocast_dtype(kind) for kind in regions_entered()), self._names.known(module)
         if path is None or any(f"{path}.".startswith(f"{outer.module}.") for outer in self._outermost):
             return
         if torch._C._current_autograd_node() is None:
