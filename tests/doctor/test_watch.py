@@ -457,3 +457,24 @@ def test_micro_batches_whose_gradients_overflow_are_no_steps(by: str) -> None:
     steps = kept.of("step")
     assert [step["step"] for step in steps] == [0, 1, 2, 3]
     assert steps[0]["skipped"]
+
+
+@pytest.mark.parametrize("cleared", ["before the model", "before backward", "to zero"])
+def test_a_step_that_the_script_leaves_out_is_a_skipped_one(cleared: str) -> None:
+    torch.manual_seed(0)
+    model, kept = Net(), Kept()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
+    with preamp.doctor.watch(model, every=1, sinks=[kept]):
+        for step in range(5):
+            if cleared == "before the model":
+                optimizer.zero_grad()
+            with torch.autocast("cpu", torch.float16):
+                loss = model(torch.randn(5, 6)).float().square().sum() * (1e30 if step in (1, 2) else 1)
+            if cleared != "before the model":
+                optimizer.zero_grad(set_to_none=cleared == "before backward")
+            scaler.scale(loss).backward()
+            if all(bool(p.grad.isfinite().all()) for p in model.parameters() if p.grad is not None):
+                scaler.step(optimizer)
+                scaler.update()
+    assert [(one["step"], one["skipped"]) for one in kept.of("step")] == [*enumerate([False, True, True, False, False])]

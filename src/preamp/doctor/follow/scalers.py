@@ -225,7 +225,6 @@ class Scalers:
             scales.in_apex = scales.is_pending = False
 
     def _note_apex(self, scaled: Any, loss: Any) -> None:
-        self._scales.skips_unseen = True
         if isinstance(scaled, Tensor) and isinstance(loss, Tensor) and loss.numel() == 1:
             scale = self._run.tape.factor_on(scaled) or float(scaled.detach().double() / loss.detach().double())
             if scale == scale and scale not in (0.0, 1.0, float("inf")):

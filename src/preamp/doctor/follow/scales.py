@@ -45,8 +45,6 @@ class Scales:
         """The last one used."""
         self.are_used = False
         """Whether anything scaled a loss so far."""
-        self.skips_unseen = False
-        """Whether Apex scaled one, which skips by taking the optimizer's step away."""
         self.is_pending = False
         """Whether there are gradients that are still scaled."""
         self.of_backward = Scaling()

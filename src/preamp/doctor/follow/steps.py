@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 
 from ...tree import tensors
 from ..findings.events import FirstStep, WithoutMasters
+from ..measure import values_here
 from ..names import unwrapped
 from ..places import is_users, users_line
 from .inspection import Inspection
@@ -62,8 +63,7 @@ class Steps:
         run = self._run
         if self._awaits_attempt and self._is_stepped_otherwise:
             self._attempted(None, skipped=False)
-        elif self._awaits_attempt and run.bad and self._scales.skips_unseen:
-            self._attempted(None, skipped=True)
+        self._note_skip()
         run.names.get(module)
         run.names.is_sharded |= type(module).__name__ == "FullyShardedDataParallel"
         self._precision.model_called()
@@ -88,11 +88,22 @@ class Steps:
         """
         return not self._run.optimizers and self._versions != self._versions_now()
 
+    def _note_skip(self) -> None:
+        """Gradients that are not finite were cleared and no step taken, if so: the script has left it out, or Apex."""
+        run = self._run
+        if self._awaits_attempt and run.bad:
+            with run.stream.paused():
+                gradients = [values_here(p.grad) for p in run.parameters() if p.grad is not None]
+                left = any(bool(gradient.any()) for gradient in gradients)
+            if not left:
+                self._attempted(None, skipped=True)
+
     # -- backward passes
 
     def before_backward(self, losses: list[Tensor]) -> None:
         """The script goes back from these."""
         run, scales = self._run, self._scales
+        self._note_skip()
         run.tape.close_window()
         # a scaler that only ever skips halves its scale down to 0, by which nothing can be divided
         scale, seed = (scales.of(losses[0]) if losses else 1.0), scales.seed_of(losses)
