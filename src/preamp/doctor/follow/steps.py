@@ -42,7 +42,6 @@ class Steps:
         self._inspection, self._soundness = inspection, soundness
         self._limit = limit
         self._examined: set[int] = set()
-        """Optimizers whose first step was examined."""
         self._without_masters: set[int] = set()
         """Those that are asked after their first step whether they keep masters."""
         self._loss: float | None = None

@@ -53,13 +53,11 @@ class Tape(Observer):
         self._calls = 0
         self._is_open = self._between = False
         self._op: Op | None = None
-        """What runs now, if it is kept."""
         self.is_replaying = False
         """Whether models are called to do the step again, which is no doing of the script's."""
         self.in_region = False
         """Whether an autocast region is entered, as operators do not see."""
         self._drew = False
-        """Whether random numbers were drawn in this window."""
         self.whole = True
         """False when more was done than is kept."""
 
