@@ -160,7 +160,18 @@ class Trials:
             except Exception:
                 raised = True
             put_back_leaves(trails.leaves)
-            return _judged(scale, made, grads, shadowed, origin, raised)
+            with torch.no_grad():
+                forward = not raised and all(bool(t.isfinite().all()) for t in made)
+                finite = forward and all(bool(t.isfinite().all()) for t in grads)
+                finite = finite and (bool(made) or not shadowed.broke)  # an evaluation
+                shadows = [(t, shadow) for t in (*made, *grads) if (shadow := shadowed.shadows.find(t)) is not None]
+                meant = not raised and all(bool(shadow.isfinite().all()) for _, shadow in shadows)
+                gradient = math.sqrt(sum(float(g.detach().double().square().sum()) for g in grads)) / (scale or 1.0)
+                error = (
+                    shadowed.gradients_off if grads else max((relative_error(*pair) for pair in shadows), default=0.0)
+                )
+            error = error if finite else math.inf
+            return Outcome(scale, forward, finite, raised, meant, origin, gradient, error, shadowed)
 
     def _back(self, losses: list[Tensor], seed: float) -> list[Tensor]:
         """Gradients without hooks on their accumulation, such as DistributedDataParallel's, where that can be had."""
@@ -276,18 +287,3 @@ def untried(fact: Fact, tape: Tape, why: str) -> tuple[str | None, str]:
     if statement is None or text is None or text.count(_CAST) == statement.rewritten({}).count(_CAST):
         return None, f"not tried: {why}"
     return f"{text}\n# not tried: {why}", f"not tried: {why}"
-
-
-def _judged(
-    scale: float, losses: list[Tensor], grads: list[Tensor], shadowed: Shadowed, origin: Origin | None, raised: bool
-) -> Outcome:
-    with torch.no_grad():
-        forward = not raised and all(bool(t.isfinite().all()) for t in losses)
-        finite = forward and all(bool(t.isfinite().all()) for t in grads)
-        finite = finite and (bool(losses) or not shadowed.broke)  # an evaluation
-        shadows = [(t, shadow) for t in (*losses, *grads) if (shadow := shadowed.shadows.find(t)) is not None]
-        meant = not raised and all(bool(shadow.isfinite().all()) for _, shadow in shadows)
-        gradient = math.sqrt(sum(float(g.detach().double().square().sum()) for g in grads)) if finite else math.inf
-        error = shadowed.gradients_off if grads else max((relative_error(*pair) for pair in shadows), default=0.0)
-        error = error if finite else math.inf
-    return Outcome(scale, forward, finite, raised, meant, origin, gradient / (scale or 1.0), error, shadowed)
