@@ -78,10 +78,10 @@ def test_an_id_that_is_given_again_is_another_optimizers(watch: Watch) -> None:
         gc.collect()
         again += id(optimizer) in seen
         seen.add(id(optimizer))
-        lines.add(watch.run.places[id(optimizer)])
-        assert watch.run.step <= 1 and not watch.run.attempts.get(id(optimizer))
+        lines.add(watch.run.optimizers[optimizer])
+        assert watch.run.step <= 1 and not watch.run.attempts.get(optimizer)
         train(model, optimizer, region=False, steps=1)
-        assert watch.run.attempts[id(optimizer)] == 1 and len(watch.run.optimizers) == 1
+        assert watch.run.attempts[optimizer] == 1 and len(watch.run.optimizers) == 1
         del optimizer
         gc.collect()
     if not again:

@@ -14,7 +14,7 @@ from ...report import Finding, Report
 from ...session import Session
 from ..follow.watch import Watch
 from ..names import Names
-from ..records import Rank, Recorder, Sink
+from ..records import NOWHERE, Rank, Recorder, Sink
 from ..tell.report import all_findings, build, write
 
 Watchable = Session | nn.Module | Mapping[str, nn.Module] | Sequence[nn.Module]
@@ -33,7 +33,7 @@ class Watching:
             recorder = Recorder(self._kept, *self._sinks)
             self._watch = Watch(recorder, self._base, every, None, replay, Names(models))
             if isinstance(watched, Session):
-                self._watch.run.optimizers.update({id(o): o for o in watched.optimizers.values()})
+                self._watch.run.optimizers.update(dict.fromkeys(watched.optimizers.values(), NOWHERE))
                 self._watch.scales.sessions.add(watched)
             self._watch.start()
         else:

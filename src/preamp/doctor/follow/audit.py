@@ -19,6 +19,7 @@ from ..measure import key_of
 from ..names import Names
 from ..operators import Observer, Products
 from ..places import users_line
+from ..records import NOWHERE
 from ..shadow.absorbed import Changes
 from ..shadow.execution import Shadowed
 from ..shadow.facts import Absorbed, GradientSpread
@@ -104,9 +105,9 @@ def _find_owners(event: Absorbed, run: Run) -> None:
                 event.module, event.buffer = path, name
     optimizer = event.optimizer
     if optimizer is not None and (event.is_moment or is_well_known(optimizer)):
-        event.made_at = run.place_of(optimizer)
+        event.made_at = run.optimizers.get(optimizer, NOWHERE)
     if optimizer is None and not event.is_gradient:
-        stepped = [p for one in run.optimizers.values() for group in one.param_groups for p in group["params"]]
+        stepped = [p for one in run.optimizers for group in one.param_groups for p in group["params"]]
         event.is_weight = any(p is event.last() or key_of(p) in event.storages for p in stepped)
     if event.is_gradient:
         event.made_at = run.backward_at

@@ -123,7 +123,7 @@ class Precision:
 
     def _begin(self) -> None:
         begin, self.on_first_cast = self.on_first_cast, None
-        if begin is not None and not self._run.attempts:
+        if begin is not None and not self._run.step:
             begin()
 
     def _default(self, original: Any, dtype: Any) -> None:

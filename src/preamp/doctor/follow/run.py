@@ -41,12 +41,12 @@ class Run:
         self.stream = Stream(lambda: Places(self.names.known, self.names.owners), self.clock, self.is_followed)
         self.tape = Tape(self.stream, Readings(), self.raised)
         self.emit = Listeners(one_of_each(Check), self.report)
-        self.optimizers: weakref.WeakValueDictionary[int, Optimizer] = weakref.WeakValueDictionary()
-        """By their ids. The script decides how long they and the models live."""
-        self.places: dict[int, Line] = {}
-        """Where each optimizer was made."""
-        self.attempts: dict[int, int] = {}
-        """Attempts to step, taken or skipped, by the optimizer's id."""
+        self.optimizers: weakref.WeakKeyDictionary[Optimizer, Line] = weakref.WeakKeyDictionary()
+        """Where each was made, if that was seen. The script decides how long they and the models live."""
+        self.attempts: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+        """Attempts to step, taken or skipped, of each optimizer; of this run itself where there is none."""
+        self.step = 0
+        """Attempts so far, of the optimizer that made most."""
         self.losses: list[Tensor] = []
         """What went back in this step."""
         self.shadowed: Shadowed | None = None
@@ -63,7 +63,6 @@ class Run:
         """Whether an error of the doctor has ended the observation."""
         self.on_failure: list[Callable[[], None]] = []
         self._base = base
-        self.most = 0  # attempts of an optimizer that is gone
         self._thread: threading.Thread | None = None
         self._is_alone = True
         self._reported: set[Any] = set()
@@ -106,9 +105,9 @@ class Run:
         """Let go of what is not trained by the thread that is followed."""
         self.names.keep_called(cast(int, cast(threading.Thread, self._thread).ident))
         kept = self.names.owners
-        for key, optimizer in list(self.optimizers.items()):
+        for optimizer in list(self.optimizers):
             if not any(id(p) in kept for group in optimizer.param_groups for p in group["params"]):
-                del self.optimizers[key]
+                del self.optimizers[optimizer]
 
     @property
     def is_ours(self) -> bool:
@@ -116,27 +115,23 @@ class Run:
         return self.in_model or self.in_backward or self.tape.is_replaying
 
     @property
-    def step(self) -> int:
-        """Attempts so far, of the optimizer that made most."""
-        return max((self.most, *self.attempts.values()))
-
-    @property
     def turn(self) -> int:
         """Attempts so far, of the optimizer that made fewest: two optimizers take turns, and each is inspected.
 
         One that made next to none while another made many is not used.
         """
-        made = [self.attempts.get(key, 0) for key in self.optimizers]
+        made = [self.attempts.get(optimizer, 0) for optimizer in self.optimizers]
         return min((count for count in made if count * 20 >= self.step - 4), default=self.step)
 
-    def place_of(self, optimizer: Optimizer) -> Line:
-        """Where an optimizer was made, if that was seen."""
-        return self.places.get(id(optimizer), NOWHERE)
+    def attempted(self, optimizer: Any) -> None:
+        """An optimizer has stepped, or was to step."""
+        self.attempts[optimizer] = self.attempts.get(optimizer, 0) + 1
+        self.step = max(self.step, self.attempts[optimizer])
 
     def parameters(self) -> list[Tensor]:
         """The parameters of all models, and those that optimizers step."""
         owned = self.names.owners
-        stepped = [p for one in self.optimizers.values() for g in one.param_groups for p in g["params"]]
+        stepped = [p for one in self.optimizers for g in one.param_groups for p in g["params"]]
         others = {id(p): p for p in stepped if id(p) not in owned}
         return [*self.names.parameters(), *others.values()]
 

@@ -134,7 +134,7 @@ class Scales:
 
     def before_backward(self, losses: list[Tensor], looks: bool) -> None:
         """Whether float16 gradients will be made, and no scale is on the loss; `looks`: the step is looked at."""
-        self.gradients.before_backward(list(self._run.optimizers.values()))
+        self.gradients.before_backward(self._run.optimizers)
         if not looks and self._run.step >= 3:
             return
         self.in_half = any(map(goes_back_in_half, losses))
@@ -165,7 +165,7 @@ class Scales:
         is_own = len(losses) == 1 and not (self.by_session or self.in_apex or self.scaler_at[0])
         factor = self._run.tape.factor_on(losses[0]) if is_own else None
         by_hand = factor if like_a_scale(factor) else None
-        self.gradients.after_backward(self._run.optimizers.values(), by_scaler, by_hand)
+        self.gradients.after_backward(self._run.optimizers, by_scaler, by_hand)
 
     def mixed(self, optimizer: Optimizer) -> int:
         """How many gradients are a sum of scaled and unscaled ones; asked once."""

@@ -93,7 +93,7 @@ class Watch:
         self._inspection.close()
         run.tape.clear()
         run.stream.leave()
-        if run.attempts:
+        if run.step:
             counts = {**self.scales.since_last(), "scaler_at": self.scales.scaler_at}
             run.recorder.write("end", spent=run.clock.spent, seconds=run.clock.seconds, **counts)
 
@@ -222,10 +222,9 @@ class Watch:
     # -- optimizers
 
     def _made_optimizer(self, original: Any, optimizer: Optimizer, *args: Any, **kwargs: Any) -> None:
-        self.steps.forget(id(optimizer))
-        self.run.places[id(optimizer)] = users_line(optimizer)
+        at = users_line(optimizer)
         original(optimizer, *args, **kwargs)
-        self.steps.optimizer_made(optimizer)
+        self.steps.optimizer_made(optimizer, at)
 
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
         if not self.run.trains():

@@ -102,9 +102,9 @@ class Judge(Observer):
         cause = next((one for one in causes if one is not None), None)
         hidden = next((self._hidden[key_of(t)] for t in call.given if key_of(t) in self._hidden), None)
         self._hidden.pop(key, None)
+        self.causes.pop(key, None)
         if moves:  # as wrong as what it reads
             self._hidden |= {} if hidden is None else {key: hidden}
-            self.causes.pop(key, None)
             self.causes |= {} if cause is None else {key: cause}
             return
         error = self._off_by(call, out, exact)
@@ -129,14 +129,10 @@ class Judge(Observer):
             elif bool(((seen - exact).abs() > AGREES * exact.abs()).any()) and (hides or each):
                 self._hidden[key] = hidden
         off_from = OTHERWISE if call.base in TURNS and _largest(read) >= MANY_TURNS else OFF
-        if error < off_from and constant is None:
-            self.causes.pop(key, None)
-            return
         if constant is not None:
             kind: Kind = "lost" if abs(constant) < 1 else "not finite"
             self._report(replace(self._fact(kind, call, out, error, 0.0, read), constant=constant))
         if error < off_from:
-            self.causes.pop(key, None)
             return
         if cause is not None:
             self.causes[key] = cause
