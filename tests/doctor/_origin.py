@@ -23,10 +23,9 @@ def find_origin(
     run: Callable[[], Any], *, models: Models, backward: Callable[[Tensor], None] | None = None
 ) -> Origin | None:
     """The origin in `run`, which returns a loss, or losses, or has gone back by itself; None for a healthy step."""
-    names, trails = names_of(models), Trails()
+    names = names_of(models)
     places = Places(names.known, names.owners, find_origin.__code__)
-    modules = dict(names.items())
-    trails.begin(modules)
+    modules, trails = dict(names.items()), Trails(names.items())
     stream = Stream(lambda: places, Clock())
     with ExitStack() as stack:
         stack.enter_context(untouched(list(modules.values())))

@@ -478,3 +478,14 @@ def test_a_step_that_the_script_leaves_out_is_a_skipped_one(cleared: str) -> Non
                 scaler.step(optimizer)
                 scaler.update()
     assert [(one["step"], one["skipped"]) for one in kept.of("step")] == [*enumerate([False, True, True, False, False])]
+
+
+def test_an_error_that_leaves_the_watch_is_told_from_what_it_says() -> None:
+    model = Net()
+    region = torch.autocast("cpu", torch.float16)
+    with pytest.raises(RuntimeError, match="without overflow"), preamp.doctor.watch(model) as seen, region:
+        out = model(torch.randn(5, 6))
+        out.half().masked_fill(out > 0, -1e9)
+    (found,) = (one for one in seen.findings if one.code == "PA103")
+    first = test_an_error_that_leaves_the_watch_is_told_from_what_it_says.__code__.co_firstlineno
+    assert (found.severity, found.line) == ("error", first + 4)

@@ -161,10 +161,8 @@ def _observe(
         names = names_of(twin)
         places = Places(names.known, names.owners, _called.__code__)
         found: list[Finding] = []
-        report, trails = Listeners(one_of_each(Check), found.append), Trails()
+        report, trails = Listeners(one_of_each(Check), found.append), Trails(names.items())
         observers = [*one_of_each(Observer), products, trails, shadowed := Shadowed()]
-        for observer in observers:
-            observer.begin(dict(names.items()))
         stream = Stream(lambda: places, Clock())
         region: Any = nullcontext()
         if policy.has_regions:

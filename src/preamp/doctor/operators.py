@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
@@ -84,9 +84,6 @@ class Observer:
     found: Iterable[Finding] = ()
     """What it has found so far."""
 
-    def begin(self, modules: Mapping[str, nn.Module]) -> None:
-        """Before the first call: all modules by path."""
-
     def wants(self, func: Any, args: Any, kwargs: Any) -> bool:
         """Whether it is shown an operator, decided before anything is asked about its place."""
         return True
@@ -96,9 +93,6 @@ class Observer:
 
     def after(self, call: Call) -> None:
         """After it ran; the result is in `call.out`."""
-
-    def failed(self, error: Exception) -> None:
-        """In place of `after`: the operator has raised this."""
 
 
 class Stream(TorchDispatchMode):
@@ -215,12 +209,7 @@ class Stream(TorchDispatchMode):
                 call = made
         if call is None:
             return func(*args, **kwargs)
-        try:
-            call.out = out = func(*args, **kwargs)
-        except Exception as error:
-            for one in shown:
-                one.failed(error)
-            raise
+        call.out = out = func(*args, **kwargs)
         with self._clock, torch.no_grad():
             for one in shown:
                 one.after(call)

@@ -73,7 +73,9 @@ class Watching:
     def __enter__(self) -> Watching:
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if isinstance(error, Exception):
+            self._watch.run.raised(error)
         self.close()
 
 

@@ -64,8 +64,6 @@ class Look:
         self.modules = dict(run.names.items())
         self.products, self.handled, self.shadowed = Products(), handled, shadowed
         self.observers = [*one_of_each(Observer), self.products, self.handled, self.shadowed]
-        for observer in self.observers:
-            observer.begin(self.modules)
         self.replayed = replayed
         """Whether it is one of a replay, which has no lines of the script's inside of its models."""
         self.regions = Regions(run.names)

@@ -8,7 +8,7 @@ softmax removes again does no harm.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -48,23 +48,20 @@ class Trails(Observer):
 
     everywhere = True
 
-    def __init__(self) -> None:
+    def __init__(self, modules: Iterable[tuple[str, nn.Module]]) -> None:
         self._sources: dict[int, str] = {}
         """Parameters and buffers by storage."""
+        for path, module in modules:
+            start = path if not path or path.endswith(":") else f"{path}."
+            for name, tensor in (*module._parameters.items(), *module._buffers.items()):
+                if tensor is not None:
+                    self._sources.setdefault(key_of(tensor), start + name)
         self._trails: dict[int, _Trail] = {}
         self._count = 0
         self._read: list[tuple[Tensor, Operand | None, _Trail | None]] = []
         """What the operator that runs has read; what it overwrites is described as it was before."""
         self._reached: list[_Trail] = []
         self.leaves: dict[int, tuple[Tensor, Tensor | None, Tensor | None]] = {}
-
-    def begin(self, modules: Mapping[str, nn.Module]) -> None:
-        """Know what the models hold."""
-        for path, module in modules.items():
-            start = path if not path or path.endswith(":") else f"{path}."
-            for name, tensor in (*module._parameters.items(), *module._buffers.items()):
-                if tensor is not None:
-                    self._sources.setdefault(key_of(tensor), start + name)
 
     def before(self, call: Call) -> None:
         """Describe what is about to be overwritten."""

@@ -131,8 +131,7 @@ class Trials:
     def again(self, remedy: Remedy | None, scale: float | None = None) -> Outcome:
         """Do it again, with this loss scale or as it was. What raises an error is not finite."""
         tape, names = self._tape, self._names
-        shadowed, trails = Shadowed(readings=tape.readings), Trails()
-        trails.begin(dict(names.items()))
+        shadowed, trails = Shadowed(readings=tape.readings), Trails(names.items())
         places = Places(names.get, names.owners, Trials.again.__code__)
         stream = Stream(lambda: places, Clock())
         own, is_seed, _ = self._scaling
