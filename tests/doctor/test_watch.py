@@ -488,4 +488,4 @@ def test_an_error_that_leaves_the_watch_is_told_from_what_it_says() -> None:
         out.half().masked_fill(out > 0, -1e9)
     (found,) = (one for one in seen.findings if one.code == "PA103")
     first = test_an_error_that_leaves_the_watch_is_told_from_what_it_says.__code__.co_firstlineno
-    assert (found.severity, found.line) == ("error", first + 4)
+    assert (found.severity, found.line) == ("error", first + 5)
