@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 import threading
 from pathlib import Path
 from typing import Any
@@ -480,12 +481,25 @@ def test_a_step_that_the_script_leaves_out_is_a_skipped_one(cleared: str) -> Non
     assert [(one["step"], one["skipped"]) for one in kept.of("step")] == [*enumerate([False, True, True, False, False])]
 
 
-def test_an_error_that_leaves_the_watch_is_told_from_what_it_says() -> None:
-    model = Net()
-    region = torch.autocast("cpu", torch.float16)
-    with pytest.raises(RuntimeError, match="without overflow"), preamp.doctor.watch(model) as seen, region:
+def refused(model: nn.Module) -> None:
+    with torch.autocast("cpu", torch.float16):
         out = model(torch.randn(5, 6))
         out.half().masked_fill(out > 0, -1e9)
-    (found,) = (one for one in seen.findings if one.code == "PA103")
-    first = test_an_error_that_leaves_the_watch_is_told_from_what_it_says.__code__.co_firstlineno
-    assert (found.severity, found.line) == ("error", first + 5)
+
+
+@pytest.mark.parametrize("ends", ["the block", "a cell"])
+def test_an_error_is_told_from_what_it_says(ends: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = Net()
+    monkeypatch.setattr(sys, "last_value", ValueError("of before"), raising=False)
+    seen = preamp.doctor.watch(model)
+    with pytest.raises(RuntimeError, match="without overflow") as raised:
+        refused(model)
+    if ends == "a cell":  # of a notebook, or a line at Python's prompt: both set this and call no hook
+        monkeypatch.setattr(sys, "last_value", raised.value)
+        (found,) = (one for one in seen.findings if one.code == "PA103")
+    seen.close()
+    if ends == "the block":
+        with pytest.raises(RuntimeError, match="without overflow"), preamp.doctor.watch(model) as seen:
+            refused(model)
+        (found,) = (one for one in seen.findings if one.code == "PA103")
+    assert (found.severity, found.line) == ("error", refused.__code__.co_firstlineno + 3)

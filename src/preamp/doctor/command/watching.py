@@ -26,7 +26,9 @@ class Watching:
     def __init__(self, watched: Watchable, every: int, replay: bool, sinks: Sequence[Sink]) -> None:
         models = _models(watched)
         self._kept, self._sinks = Rank(0), tuple(sinks)
-        self._base = _base()
+        self._error_before = id(getattr(sys, "last_value", None))
+        script = getattr(sys.modules.get("__main__"), "__file__", None)
+        self._base = Path(script).resolve().parent if script else Path.cwd()
         outer = Watch.of_this_process()
         self._own, self._open = outer is None, True
         if outer is None:
@@ -44,6 +46,7 @@ class Watching:
     @property
     def findings(self) -> tuple[Finding, ...]:
         """Those so far, most harmful first."""
+        self._note_last_error()
         return all_findings([self._kept], self._base)
 
     def report(self) -> Report:
@@ -55,9 +58,16 @@ class Watching:
         return write(*self._build(), Path(folder), "report", None)
 
     def _build(self) -> tuple[Report, dict[str, Any]]:
+        self._note_last_error()
         ended = "still under way" if self._open else "watched to its end"
         script = [Path(sys.argv[0]).name or "python"] if sys.argv else ["python"]
         return build([self._kept], self._base, script, 0, ended, self._watch.run.clock.seconds)
+
+    def _note_last_error(self) -> None:
+        """What has ended a cell of a notebook, or a line at Python's prompt: no hook is told of it."""
+        error = getattr(sys, "last_value", None)
+        if isinstance(error, Exception) and id(error) != self._error_before:
+            self._watch.run.raised(error)
 
     def close(self) -> None:
         """End the watch. torch is as it was before; what was seen can still be reported."""
@@ -122,9 +132,3 @@ def _models(watched: Any) -> dict[str, nn.Module]:
             + (" without any" if isinstance(watched, (Mapping, list, tuple)) and not models else "")
         )
     return models
-
-
-def _base() -> Path:
-    """The folder to which paths are relative: the script's."""
-    script = getattr(sys.modules.get("__main__"), "__file__", None)
-    return Path(script).resolve().parent if script else Path.cwd()

@@ -123,9 +123,6 @@ class Watch:
 
         def left(_: nn.Module, __: Any, out: Any) -> None:
             after.remove()
-            error = sys.exc_info()[1]
-            if out is None and error is not None:  # torch calls this hook while the error is on its way up
-                self.run.raised(error)
             self._close(call, out)
 
         after = module.register_forward_hook(left, always_call=True)
@@ -155,9 +152,6 @@ class Watch:
         call, out = self._open(module, args, kwargs), None
         try:
             out = compiled(*args, **kwargs)
-        except Exception as error:
-            self.run.raised(error)
-            raise
         finally:
             self._close(call, out)
         return out

@@ -192,24 +192,22 @@ class Trials:
         line = fact.place.at
         if line not in self.plain.wrong() and all(place.at != line for place in self.plain.shadowed.errors):
             return untried(fact, self._tape, "the line runs outside of what can be done again")
-        constants = sorted(set(self.plain.shadowed.constants.get(line, ())))
-        seen = self._tape.readings
+        constants, seen = sorted(set(self.plain.shadowed.constants.get(line, ()))), self._tape.readings
         others = [each for each in fact.lines if each != line and each in seen and not seen[each].calls_module]
         lines = [line, *sorted(others, key=lambda one: seen[one].calls_layer)][:LINES]
         best: tuple[float, str, str] | None = None
         tried = 0
         broken = [line, *sorted(p for p in self.plain.wrong() if p != line and p[0] == line[0])]
-        reading = self._tape.readings.get(line)
-        function = None if reading is None else reading.function
+        function = seen[line].function if line in seen else None
         policy = self._policy_with(fact.place.module)
         for remedy in candidates(lines, broken, constants, fact.place.module, policy, function):
             if remedy.constants and best is not None:  # what is computed would be another thing
                 break
-            if remedy.text(self._device, self._tape.readings) is None:
+            if remedy.text(self._device, seen) is None:
                 continue
             tried += 1
             outcome = self._with(remedy, fact)
-            text = remedy.text(self._device, self._tape.readings, line)  # now that a result may have been cast back
+            text = remedy.text(self._device, seen, line)  # now that a result may have been cast back
             if text is not None and self._helps(outcome, fact) and (best is None or outcome.error < best[0] / 2):
                 best = outcome.error, text, self._told(outcome, fact)
             if tried >= TRIALS or (best is not None and best[0] < OFF / 2):

@@ -188,9 +188,7 @@ def gradients_beside(
             continue
         came = values_here(grad.detach())
         exact = shadows.find(came)
-        if exact is None:
-            continue
-        if not bool(exact.isfinite().all()) or not bool(exact.any()):
+        if exact is None or not bool(exact.isfinite().all()) or not bool(exact.any()):
             continue
         spread, vector = spread_of(exact / scale), grad.dim() < 2
         lost, off = share_lost(came, exact), relative_error(came, exact)
