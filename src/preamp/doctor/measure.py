@@ -55,7 +55,10 @@ def spread_of(tensor: Tensor) -> Exponents:
         powers.update(Counter((np.frexp(low[low > 0].view(np.float32))[1] - 1).tolist()))
     first, last = (min(powers), max(powers)) if powers else (0, -1)
     counts = tuple(step * powers.get(power, 0) for power in range(first, last + 1))
-    largest, infinite = _extremes(flat) if flat.numel() else (0.0, 0)
+    largest, infinite = (max(map(abs, map(float, flat.aminmax()))) if flat.numel() else 0.0), 0
+    if not math.isfinite(largest):  # aminmax hands NaN on
+        finite = flat[flat.isfinite()]
+        largest, infinite = float(finite.abs().amax()) if finite.numel() else 0.0, flat.numel() - finite.numel()
     return Exponents(first, counts, step * zeros, infinite, largest)
 
 
@@ -68,16 +71,6 @@ def sampling_step(shape: Sequence[int]) -> int:
     while any(math.gcd(step, size) > 1 for size in shape[1:]):
         step += 1
     return step
-
-
-def _extremes(flat: Tensor) -> tuple[float, int]:
-    """The largest finite magnitude, and how many numbers are infinite or NaN."""
-    low, high = flat.aminmax()
-    largest = max(abs(float(low)), abs(float(high)))
-    if math.isfinite(largest):  # aminmax hands NaN on
-        return largest, 0
-    finite = flat[flat.isfinite()]
-    return (float(finite.abs().amax()) if finite.numel() else 0.0), flat.numel() - finite.numel()
 
 
 def storage_of(tensor: Tensor) -> torch.UntypedStorage | None:

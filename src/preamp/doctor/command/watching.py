@@ -40,8 +40,7 @@ class Watching:
             self._watch.start()
         else:
             self._watch = outer
-            for sink in (self._kept, *self._sinks):
-                outer.run.recorder.add(sink)
+            outer.run.recorder.sinks += (self._kept, *self._sinks)
 
     @property
     def findings(self) -> tuple[Finding, ...]:
@@ -77,8 +76,8 @@ class Watching:
         if self._own:
             self._watch.end()
         else:
-            for sink in (self._kept, *self._sinks):
-                self._watch.run.recorder.remove(sink)
+            recorder, own = self._watch.run.recorder, (self._kept, *self._sinks)
+            recorder.sinks[:] = (sink for sink in recorder.sinks if sink not in own)
 
     def __enter__(self) -> Watching:
         return self

@@ -206,10 +206,11 @@ class Trials:
             if remedy.text(self._device, seen) is None:
                 continue
             tried += 1
-            outcome = self._with(remedy, fact)
+            outcome = self._with(remedy, self.plain.at(fact))
             text = remedy.text(self._device, seen, line)  # now that a result may have been cast back
-            if text is not None and self._helps(outcome, fact) and (best is None or outcome.error < best[0] / 2):
-                best = outcome.error, text, self._told(outcome, fact)
+            helps = text is not None and _helps(self.plain, outcome, fact)
+            if text is not None and helps and (best is None or outcome.error < best[0] / 2):
+                best = outcome.error, text, _told(self.plain, outcome, fact)
             if tried >= TRIALS or (best is not None and best[0] < OFF / 2):
                 break
         if best is None and not tried:
@@ -218,10 +219,10 @@ class Trials:
             return None, f"{tried} change{'s' * (tried > 1)} of this line and of those before it: none helps"
         return f"{best[1]}\n# tried: {best[2]}", best[2]
 
-    def _with(self, remedy: Remedy, fact: Fact) -> Outcome:
+    def _with(self, remedy: Remedy, before: float) -> Outcome:
         """The step with a remedy: where what is not finite has kept a scale from its place, with one that fits."""
         best = outcome = self.again(remedy)
-        scale = self._scaling.highest if self.plain is not None and self.plain.at(fact) == math.inf else None
+        scale = self._scaling.highest if before == math.inf else None
         while scale is not None and scale > 1 and outcome.forward and best.error >= OFF:
             if scale != self._scaling.scale:
                 outcome = self.again(remedy, scale)
@@ -250,26 +251,26 @@ class Trials:
                 return fact, fix, told
         return None
 
-    def _helps(self, outcome: Outcome, fact: Fact) -> bool:
-        plain = self.plain
-        if plain is None or not outcome.finite:
-            return False
-        others = outcome.others(plain)  # errors that it brings to light were there before
-        if others and not (plain.finite and all(plain.off(other) >= OFF for other in others)):
-            return False
-        before, left, still = plain.at(fact), outcome.at(fact), fact.place.at in outcome.wrong(fact.place.direction)
-        if before == math.inf:
-            return left <= BETTER and not (fact.kind == "not finite" and still)
-        much = left <= MUCH_BETTER * before
-        return much if still else left <= BETTER * before and (left < OFF or much)
 
-    def _told(self, outcome: Outcome, fact: Fact) -> str:
-        plain, what = self.plain, "all gradients" if fact.kind == "added up" else "the line"
-        before = math.inf if plain is None else plain.at(fact)
-        scaled = "" if plain is None or outcome.scale == plain.scale else f" at a loss scale of {outcome.scale:g}"
-        size = f", gradient norm {outcome.gradient:.3g}" if outcome.gradient else ""
-        was = "not finite" if before == math.inf else f"off by {100 * before:.2g}%"
-        return f"finite{scaled}{size}; {what} against float32: {was} -> off by {100 * outcome.at(fact):.2g}%"
+def _helps(plain: Outcome, outcome: Outcome, fact: Fact) -> bool:
+    if not outcome.finite:
+        return False
+    others = outcome.others(plain)  # errors that it brings to light were there before
+    if others and not (plain.finite and all(plain.off(other) >= OFF for other in others)):
+        return False
+    before, left, still = plain.at(fact), outcome.at(fact), fact.place.at in outcome.wrong(fact.place.direction)
+    if before == math.inf:
+        return left <= BETTER and not (fact.kind == "not finite" and still)
+    much = left <= MUCH_BETTER * before
+    return much if still else left <= BETTER * before and (left < OFF or much)
+
+
+def _told(plain: Outcome, outcome: Outcome, fact: Fact) -> str:
+    what, before = "all gradients" if fact.kind == "added up" else "the line", plain.at(fact)
+    scaled = "" if outcome.scale == plain.scale else f" at a loss scale of {outcome.scale:g}"
+    size = f", gradient norm {outcome.gradient:.3g}" if outcome.gradient else ""
+    was = "not finite" if before == math.inf else f"off by {100 * before:.2g}%"
+    return f"finite{scaled}{size}; {what} against float32: {was} -> off by {100 * outcome.at(fact):.2g}%"
 
 
 def untried(fact: Fact, tape: Tape, why: str) -> tuple[str | None, str]:
