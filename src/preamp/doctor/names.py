@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ..frameworks import unwrapped as unwrapped_by
@@ -143,6 +144,12 @@ class Names:
             name = _variable(one) or type(one).__name__
             named[name if name not in named else f"{name}-{index}"] = one  # the one before, not yet thrown away
         self._take(named)
+
+    def optimizers(self) -> list[Optimizer]:
+        """Those that are alive and step a parameter of these models, where no others are meant."""
+        own, kinds = {p for model in self.given for p in model.parameters()}, set(subclasses(Optimizer))
+        alive = [one for one in gc.get_objects() if type(one) in kinds and hasattr(one, "param_groups")]
+        return [one for one in alive if not own.isdisjoint(p for group in one.param_groups for p in group["params"])]
 
     def keep_stepped(self, optimizers: Iterable[Any]) -> None:
         """Keep the known models that an optimizer steps; search for others where it steps unknown parameters.

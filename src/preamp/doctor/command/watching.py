@@ -33,9 +33,10 @@ class Watching:
         self._own, self._open = outer is None, True
         if outer is None:
             recorder = Recorder(self._kept, *self._sinks)
-            self._watch = Watch(recorder, self._base, every, None, replay, Names(models))
+            names = Names(models)
+            self._watch = Watch(recorder, self._base, every, None, replay, names)
+            self._watch.run.optimizers.update(dict.fromkeys(names.optimizers(), NOWHERE))
             if isinstance(watched, Session):
-                self._watch.run.optimizers.update(dict.fromkeys(watched.optimizers.values(), NOWHERE))
                 self._watch.scales.sessions.add(watched)
             self._watch.start()
         else:

@@ -133,7 +133,8 @@ class Inspection:
             if not compiled:
                 run.shadowed = before or Shadowed(readings=run.tape.readings)
                 run.shadowed.between = False
-                handled = Handled(run.names, lambda: self._precision.keeps_casts, lambda: self._scales.is_library)
+                keeps, library = lambda: self._precision.keeps_casts, lambda: self._scales.is_library
+                handled = Handled(run.names, keeps, library, self._scales.unscaled_by_hand)
                 self._look = Look(run, handled, run.shadowed)
                 run.stream.add(*self._look.observers, inside=module)
             elif turn != self._again_in:
@@ -196,8 +197,7 @@ class Inspection:
     def _replay_observed(self, loss: Tensor, scale: float) -> None:
         """Replay a step of compiled code, as written and with autograd, and observe that; `scale`: on this loss."""
         tape, names = self._run.tape, self._run.names
-        handled = Handled(names, lambda: False, lambda: False)
-        look = Look(self._run, handled, Shadowed(readings=tape.readings), replayed=True)
+        look = Look(self._run, Handled(names), Shadowed(readings=tape.readings), replayed=True)
         places = Places(names.known, names.owners, Inspection._replay_observed.__code__)
         stream = Stream(lambda: places, self._run.clock)
         if self._telemetry is not None:

@@ -60,6 +60,8 @@ class Scales:
         self.sessions: weakref.WeakSet[Session] = weakref.WeakSet()
         """Sessions that were made, or called `backward`."""
         self.by_session = self.in_apex = False
+        self._unscales_by_hand = False
+        """Whether the script has divided scaled gradients by their scale, with operators of its own."""
         self.unscales_itself = False
         """Whether a session goes back whose losses have scales of their own: it leaves true gradients."""
         self.scaler_at = self.schedule_at = NOWHERE
@@ -157,15 +159,20 @@ class Scales:
         """Gradients have arrived."""
         self.updated_at = None
         scaled = any(self.of(loss) != 1 for loss in losses) or self.in_apex
-        self.is_pending = scaled and not self.unscales_itself
+        self.is_pending = scaled and not self.unscales_itself and not self._unscales_by_hand
         scale, highest = self.scale if scaled else None, self.highest if scaled and self._adapts else None
         self.of_backward = Scaling(1.0 if scale is None else scale, self.seed_of(losses) != 1, highest)
         by_scaler = any(self.noted(loss) not in (None, 1.0) for loss in losses)
-        by_scaler &= not self.in_apex and not self.by_session
+        by_scaler &= not (self.in_apex or self.by_session or self._unscales_by_hand)
         is_own = len(losses) == 1 and not (self.by_session or self.in_apex or self.scaler_at[0])
         factor = self._run.tape.factor_on(losses[0]) if is_own else None
         by_hand = factor if like_a_scale(factor) else None
         self.gradients.after_backward(self._run.optimizers, by_scaler, by_hand)
+
+    def unscaled_by_hand(self) -> None:
+        """The script has divided gradients by their scale itself, as it will in the steps that are not looked at."""
+        self._unscales_by_hand, self.is_pending = True, False
+        self.gradients.scaled.clear()
 
     def mixed(self, optimizer: Optimizer) -> int:
         """How many gradients are a sum of scaled and unscaled ones; asked once."""
