@@ -94,6 +94,9 @@ class Observer:
     def after(self, call: Call) -> None:
         """After it ran; the result is in `call.out`."""
 
+    def failed(self, error: Exception) -> None:
+        """In place of `after`: the operator has raised this."""
+
 
 class Stream(TorchDispatchMode):
     """Shows operators to observers, which come and go. Errors of theirs are the clock's; those of operators are raised.
@@ -209,7 +212,12 @@ class Stream(TorchDispatchMode):
                 call = made
         if call is None:
             return func(*args, **kwargs)
-        call.out = out = func(*args, **kwargs)
+        try:
+            call.out = out = func(*args, **kwargs)
+        except Exception as error:
+            for one in shown:
+                one.failed(error)
+            raise
         with self._clock, torch.no_grad():
             for one in shown:
                 one.after(call)

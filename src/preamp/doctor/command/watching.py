@@ -26,7 +26,6 @@ class Watching:
     def __init__(self, watched: Watchable, every: int, replay: bool, sinks: Sequence[Sink]) -> None:
         models = _models(watched)
         self._kept, self._sinks = Rank(0), tuple(sinks)
-        self._error_before = id(getattr(sys, "last_value", None))
         script = getattr(sys.modules.get("__main__"), "__file__", None)
         self._base = Path(script).resolve().parent if script else Path.cwd()
         outer = Watch.of_this_process()
@@ -46,7 +45,6 @@ class Watching:
     @property
     def findings(self) -> tuple[Finding, ...]:
         """Those so far, most harmful first."""
-        self._note_last_error()
         return all_findings([self._kept], self._base)
 
     def report(self) -> Report:
@@ -58,16 +56,9 @@ class Watching:
         return write(*self._build(), Path(folder), "report", None)
 
     def _build(self) -> tuple[Report, dict[str, Any]]:
-        self._note_last_error()
         ended = "still under way" if self._open else "watched to its end"
         script = [Path(sys.argv[0]).name or "python"] if sys.argv else ["python"]
         return build([self._kept], self._base, script, 0, ended, self._watch.run.clock.seconds)
-
-    def _note_last_error(self) -> None:
-        """What has ended a cell of a notebook, or a line at Python's prompt: no hook is told of it."""
-        error = getattr(sys, "last_value", None)
-        if isinstance(error, Exception) and id(error) != self._error_before:
-            self._watch.run.raised(error)
 
     def close(self) -> None:
         """End the watch. torch is as it was before; what was seen can still be reported."""
@@ -83,9 +74,7 @@ class Watching:
     def __enter__(self) -> Watching:
         return self
 
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        if isinstance(error, Exception):
-            self._watch.run.raised(error)
+    def __exit__(self, *_: object) -> None:
         self.close()
 
 

@@ -61,7 +61,6 @@ class Look:
     """All observers of one step that is looked at operator by operator."""
 
     def __init__(self, run: Run, handled: Handled, shadowed: Shadowed, *, replayed: bool = False) -> None:
-        self.modules = dict(run.names.items())
         self.products, self.handled, self.shadowed = Products(), handled, shadowed
         self.observers = [*one_of_each(Observer), self.products, self.handled, self.shadowed]
         self.replayed = replayed

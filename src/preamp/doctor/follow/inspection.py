@@ -345,11 +345,8 @@ class Inspection:
             run.emit(Deviated(*found))
         self.ran_low |= bool(seen.products.low)
         self.decided |= any(one.kind == "decided" for one in facts)
-        parts = (
-            (s.policy, frozenset(path for path, p in run.names.items() if p in own)) for s, own in scales.prepared()
-        )
-        prepared = [Prepared(paths, policy.compute, policy.masters) for policy, paths in parts]
-        run.emit(Observed(seen.products, seen.modules, seen.handled, scales.scale or 1.0, prepared))
+        modules, prepared = dict(run.names.items()), [*self._prepared()]
+        run.emit(Observed(seen.products, modules, seen.handled, scales.scale or 1.0, prepared))
         low = sorted({str(product.dtype).removeprefix("torch.") for product in seen.products.low})
         facts_of_products = {"flops": seen.products.flops, "low_share": seen.products.low_share, "low": low}
         parameters = seen.parameters or dtypes_of(run.names)

@@ -39,7 +39,7 @@ class Run:
         self.recorder, self.names = recorder, names or Names()
         self.patches, self.clock = Patches(self.is_followed), Clock(self._failed)
         self.stream = Stream(lambda: Places(self.names.known, self.names.owners), self.clock, self.is_followed)
-        self.tape = Tape(self.stream, Readings())
+        self.tape = Tape(self.stream, Readings(), self.raised)
         self.emit = Listeners(one_of_each(Check), self.report)
         self.optimizers: weakref.WeakKeyDictionary[Optimizer, Line] = weakref.WeakKeyDictionary()
         """Where each was made, if that was seen. The script decides how long they and the models live."""
@@ -172,6 +172,18 @@ class Run:
         if self.is_own:
             module = self.names.raised_in(error)
             self.emit(Raised(type(error).__name__, str(error), raised_at(error, trace), module))
+
+    def noting_errors(self, around: Callable[..., Any]) -> Callable[..., Any]:
+        """The same function, with its errors reported."""
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            try:
+                return around(*args, **kwargs)
+            except Exception as error:
+                self.raised(error)
+                raise
+
+        return call
 
     def uncaught(self, kind: Any, error: Any, trace: Any) -> None:
         """The script ends by this error."""

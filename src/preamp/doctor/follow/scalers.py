@@ -90,7 +90,7 @@ class Scalers:
         self._followed.add(kind)
         around = {"scale": self._scale, "unscale_": self._unscale, "step": self._step, "update": self._update}
         for name in around.keys() & vars(kind).keys():
-            self._run.patches.wrap(kind, name, around[name])
+            self._run.patches.wrap(kind, name, self._run.noting_errors(around[name]))
 
     def _made_scaler(self, original: Any, scaler: Any, *args: Any, **kwargs: Any) -> None:
         for kind in type(scaler).__mro__:

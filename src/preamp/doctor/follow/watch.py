@@ -123,6 +123,9 @@ class Watch:
 
         def left(_: nn.Module, __: Any, out: Any) -> None:
             after.remove()
+            error = sys.exc_info()[1]
+            if out is None and error is not None:  # torch calls this hook while the error is on its way up
+                self.run.raised(error)
             self._close(call, out)
 
         after = module.register_forward_hook(left, always_call=True)
@@ -151,7 +154,7 @@ class Watch:
             return compiled(*args, **kwargs)
         call, out = self._open(module, args, kwargs), None
         try:
-            out = compiled(*args, **kwargs)
+            out = self.run.noting_errors(compiled)(*args, **kwargs)
         finally:
             self._close(call, out)
         return out

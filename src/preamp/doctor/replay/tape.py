@@ -7,7 +7,7 @@ those operators on what they give, with autograd, so that the backward pass can 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -38,10 +38,15 @@ LIMIT = 4000
 
 
 class Tape(Observer):
-    """The step's calls and operators, from its first model call on; `readings`: where what statements read is kept."""
+    """The step's calls and operators, from its first model call on.
 
-    def __init__(self, stream: Stream, readings: Readings) -> None:
-        self._stream, self.readings = stream, readings
+    `readings`: where what statements read is kept; `failed`: takes errors of the operators that are kept.
+    """
+
+    def __init__(
+        self, stream: Stream, readings: Readings, failed: Callable[[Exception], None] = lambda _: None
+    ) -> None:
+        self._stream, self.readings, self.failed = stream, readings, failed  # type: ignore[method-assign]
         self._entries: list[ModelCall | Op | RandomState | KeptTensor] = []
         self._known: dict[Key, StorageWeakRef | None] = {}
         """What a replay makes. The reference holds no numbers, but the identity: no other storage gets the same key."""
