@@ -2,21 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from preamp.doctor.findings.pa201 import Origin
 from preamp.doctor.hooks import Clock
-from preamp.doctor.names import Models, names_of
+from preamp.doctor.names import Names
 from preamp.doctor.operators import Stream
 from preamp.doctor.places import Places
 from preamp.doctor.replay.origin import Trails
 from preamp.doctor.replay.restore import eager, put_back_leaves, untouched
 from preamp.tree import tensors
+
+Models = nn.Module | Mapping[str, nn.Module] | Sequence[nn.Module]
+
+
+def names_of(models: Models) -> Names:
+    """The names of the parts of these models, and of no others."""
+    several = [models] if isinstance(models, nn.Module) else models
+    named = several.items() if isinstance(several, Mapping) else enumerate(several)
+    names = Names({str(name): model for name, model in named})
+    names.search(())
+    return names
 
 
 def find_origin(

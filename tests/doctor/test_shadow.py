@@ -19,13 +19,14 @@ from torch.utils.checkpoint import checkpoint
 import preamp
 from preamp.doctor.hooks import Clock
 from preamp.doctor.measure import key_of
-from preamp.doctor.names import names_of
 from preamp.doctor.operators import Observer, Stream
 from preamp.doctor.places import Places
 from preamp.doctor.shadow.absorbed import Changes
 from preamp.doctor.shadow.execution import Shadowed
 from preamp.doctor.shadow.facts import Absorbed, Fact, spelled
 from preamp.doctor.shadow.values import Shadows, has_shadow, relative_error, share_differing, share_lost
+
+from ._origin import names_of
 
 HALF, BF16 = torch.float16, torch.bfloat16
 

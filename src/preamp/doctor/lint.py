@@ -30,7 +30,7 @@ from .findings import one_of_each
 from .findings.check import Check, Listeners, counted, without_repeats
 from .findings.events import Deviated, Examined, Raised
 from .hooks import Clock
-from .names import names_of
+from .names import Names
 from .operators import Observer, Products, Stream
 from .places import Places, raised_at
 from .records import shown_path
@@ -158,7 +158,8 @@ def _observe(
             _convert(twin, policy)
         device_type = _device_type_of(model, (args, kwargs))
         had_rules = bool(REGISTRY.stamp)
-        names = names_of(twin)
+        names = Names({"": twin})
+        names.search(())
         places = Places(names.known, names.owners, _called.__code__)
         found: list[Finding] = []
         report, trails = Listeners(one_of_each(Check), found.append), Trails(names.items())

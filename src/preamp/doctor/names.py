@@ -7,7 +7,7 @@ import gc
 import sys
 import traceback
 import weakref
-from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, MutableMapping
 from typing import Any
 
 import torch
@@ -17,18 +17,6 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from ..frameworks import unwrapped as unwrapped_by
 from .hooks import subclasses
-
-Models = nn.Module | Mapping[str, nn.Module] | Sequence[nn.Module]
-
-
-def names_of(models: Models) -> Names:
-    """The names of the parts of these models, and of no others."""
-    several = [models] if isinstance(models, nn.Module) else models
-    named = several.items() if isinstance(several, Mapping) else enumerate(several)
-    names = Names({str(name): model for name, model in named})
-    names.search(())
-    return names
-
 
 unwrapped = functools.partial(unwrapped_by, any_wrapper=True)
 """The user's model inside wrappers for parallel training and compilation."""

@@ -40,13 +40,13 @@ LIMIT = 4000
 class Tape(Observer):
     """The step's calls and operators, from its first model call on.
 
-    `readings`: where what statements read is kept; `failed`: takes errors of the operators that are kept.
+    `readings`: where what statements read is kept; `raised`: takes errors of the operators that are kept.
     """
 
     def __init__(
-        self, stream: Stream, readings: Readings, failed: Callable[[Exception], None] = lambda _: None
+        self, stream: Stream, readings: Readings, raised: Callable[[Exception], None] = lambda _: None
     ) -> None:
-        self._stream, self.readings, self.failed = stream, readings, failed  # type: ignore[method-assign]
+        self._stream, self.readings, self._raised = stream, readings, raised
         self._entries: list[ModelCall | Op | RandomState | KeptTensor] = []
         self._known: dict[Key, StorageWeakRef | None] = {}
         """What a replay makes. The reference holds no numbers, but the identity: no other storage gets the same key."""
@@ -129,6 +129,10 @@ class Tape(Observer):
         """An operator has given what the ones after it will read."""
         if self._op is not None:
             self._op.outputs = list(self._know(call.out))
+
+    def failed(self, error: Exception) -> None:
+        """An operator has raised an error."""
+        self._raised(error)
 
     def before(self, call: Call) -> None:
         """Keep an operator, before it runs."""
