@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from typing import Any
 
@@ -18,20 +18,21 @@ from preamp.doctor.replay.origin import Trails
 from preamp.doctor.replay.restore import eager, put_back_leaves, untouched
 from preamp.tree import tensors
 
-Models = nn.Module | Mapping[str, nn.Module] | Sequence[nn.Module]
+Models = nn.Module | Mapping[str, nn.Module]
 
 
 def names_of(models: Models) -> Names:
     """The names of the parts of these models, and of no others."""
-    several = [models] if isinstance(models, nn.Module) else models
-    named = several.items() if isinstance(several, Mapping) else enumerate(several)
-    names = Names({str(name): model for name, model in named})
+    names = Names({"": models} if isinstance(models, nn.Module) else models)
     names.search(())
     return names
 
 
 def find_origin(
-    run: Callable[[], Any], *, models: Models, backward: Callable[[Tensor], None] | None = None
+    run: Callable[[], Any],
+    *,
+    models: nn.Module | Mapping[str, nn.Module],
+    backward: Callable[[Tensor], None] | None = None,
 ) -> Origin | None:
     """The origin in `run`, which returns a loss, or losses, or has gone back by itself; None for a healthy step."""
     names = names_of(models)

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 import preamp
-from preamp.doctor.follow.watch import Watch
-from preamp.doctor.records import Rank, Recorder
 from tests.doctor._kept import Kept
 
 
@@ -56,21 +53,3 @@ def test_flops_and_their_share_in_16_bits() -> None:
     assert (facts["audit"]["low_share"], facts["audit"]["low"]) == (1, ["bfloat16"])
     full, _ = watched(None)
     assert (full["audit"]["low_share"], full["audit"]["low"]) == (0, [])
-
-
-def test_the_second_of_two_models_is_known_from_its_first_call() -> None:
-    rank = Rank(0)
-    watch = Watch(Recorder(rank), Path.cwd(), 1, None, True)
-    watch.start()
-    try:
-        first, second = nn.Linear(8, 16), nn.Linear(16, 4)
-        optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in (first, second)]
-        with torch.autocast("cpu", torch.bfloat16):
-            loss = second(first(torch.randn(4, 8))).float().square().mean()
-        loss.backward()
-        for optimizer in optimizers:
-            optimizer.step()
-    finally:
-        watch.end()
-    ((module, message),) = ((one.module, one.message) for one in rank.findings if one.code == "PA105")
-    assert module and "out_features=4" in message

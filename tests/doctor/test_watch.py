@@ -233,47 +233,15 @@ def test_two_models_of_one_name_are_both_known_and_looked_for_once(monkeypatch: 
     assert len({names.get(model.first) for model in keep}) == 2
 
 
-def test_losses_are_the_same_bits_with_and_without() -> None:
-    def train(watched: bool) -> list[str]:
-        torch.manual_seed(0)
-        model = nn.Sequential(nn.Linear(6, 16), nn.BatchNorm1d(16), nn.Dropout(0.3), nn.Linear(16, 1))
-        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-        losses = []
-
-        def run() -> None:
-            for _ in range(8):
-                with torch.autocast("cpu", dtype=torch.bfloat16):
-                    loss = model(torch.randn(32, 6)).float().square().mean()
-                optimizer.zero_grad()
-                loss.backward()
-                optimizer.step()
-                losses.append(loss.item().hex())
-
-        if watched:
-            with preamp.doctor.watch(model, every=2):
-                run()
-        else:
-            run()
-        return losses
-
-    assert train(True) == train(False)
-
-
-@pytest.mark.parametrize("wrong", [3, "model", [], {}, [nn.Linear(1, 1), 2], {"a": None}])
-def test_what_cannot_be_watched(wrong: Any) -> None:
-    with pytest.raises(SessionError, match=r"Session, a torch\.nn\.Module, or several"):
-        preamp.doctor.watch(wrong)
-
-
-@pytest.mark.parametrize("every", [0, -1, 1.5, True, None])
-def test_every_is_a_number_of_steps(every: Any) -> None:
-    with pytest.raises(SessionError, match="every="):
-        preamp.doctor.watch(nn.Linear(1, 1), every=every)
-
-
-def test_a_sink_has_write() -> None:
-    with pytest.raises(SessionError, match=r"write\(kind, facts\)"):
-        preamp.doctor.watch(nn.Linear(1, 1), sinks=[print])
+@pytest.mark.parametrize(("wrong", "others", "says"), [
+    *((wrong, {}, r"Session, a torch\.nn\.Module, or several")
+      for wrong in (3, "model", [], {}, [nn.Linear(1, 1), 2], {"a": None})),
+    *((nn.Linear(1, 1), {"every": every}, "every=") for every in (0, -1, 1.5, True, None)),
+    (nn.Linear(1, 1), {"sinks": [print]}, r"write\(kind, facts\)"),
+])  # fmt: skip
+def test_what_cannot_be_watched(wrong: Any, others: dict[str, Any], says: str) -> None:
+    with pytest.raises(SessionError, match=says):
+        preamp.doctor.watch(wrong, **others)
 
 
 def test_a_report_without_a_step_and_files(tmp_path: Path) -> None:

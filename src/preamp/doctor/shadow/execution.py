@@ -62,9 +62,11 @@ class Shadowed(Judge):
             return True
         self._seen_between += 1
         given = [*tensors(args)]
+        if any(map(self.shadows.has, given)):  # what is written to a shadowed storage is
+            return True
         if self._seen_between > BETWEEN[0] or any(t.numel() > BETWEEN[1] for t in given):
             return False
-        low = kwargs.get("dtype") in LOW_DTYPES or any(t.dtype in LOW_DTYPES or self.shadows.has(t) for t in given)
+        low = kwargs.get("dtype") in LOW_DTYPES or any(t.dtype in LOW_DTYPES for t in given)
         return low or (base_of(func) in _FROM_WHOLE and _default_is_low())
 
     def before(self, call: Call) -> None:
