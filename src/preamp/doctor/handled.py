@@ -112,7 +112,7 @@ class Handled(Observer):
             self._measured |= scaled
         written = {key_of(t) for t in call.written} & scaled
         if written and (name in _BOUNDS or (name in _CHANGES and not written.isdisjoint(self._measured))):
-            self.clipped.append((call.place, call.base))
+            self.clipped.append((call.place, name))
 
 
 def _name_of(call: Call) -> str:

@@ -36,8 +36,8 @@ class Tops(Observer):
         out = call.out if isinstance(call.out, Tensor) else None
         if out is None or out.dtype is not torch.float16 or not out.numel() or call.base in _NO_RESULTS:
             return
-        if call.place.ours or not any(t.dtype is torch.float16 for t in call.inputs):
-            return  # gradients of a session, with its scale on them; or a cast: the number is older than this line
+        if not any(t.dtype is torch.float16 for t in call.inputs):
+            return  # a cast: the number is older than this line
         key, top = (call.place.module, call.place.at), float(out.abs().max())
         if top >= NEAR_TOP and FP16.max in {top, *(float(t.abs().max()) for t in call.inputs if t.numel())}:
             return  # torch.finfo(dtype).min as a mask: meant to be there

@@ -62,7 +62,8 @@ class Look:
 
     def __init__(self, run: Run, handled: Handled, shadowed: Shadowed, *, replayed: bool = False) -> None:
         self.products, self.handled, self.shadowed = Products(), handled, shadowed
-        self.observers = [*one_of_each(Observer), self.products, self.handled, self.shadowed]
+        self.finders: list[Observer] = one_of_each(Observer)
+        self.observers = [*self.finders, self.products, self.handled, self.shadowed]
         self.replayed = replayed
         """Whether it is one of a replay, which has no lines of the script's inside of its models."""
         self.regions = Regions(run.names)

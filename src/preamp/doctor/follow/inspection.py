@@ -142,6 +142,7 @@ class Inspection:
         if before is not None and before is not run.shadowed:
             self._tell_before(before)
         if self._look is not None:
+            run.stream.add(*self._look.finders)
             self._look.handled.in_region = bool(regions) or torch.is_autocast_enabled(MARKER)
             self._look.regions.entered = regions
         if self._changes is not None and not compiled:
@@ -234,6 +235,7 @@ class Inspection:
     def after_backward(self) -> None:
         """Gradients have arrived; code that reads them may read scaled ones."""
         if self._look is not None:
+            self._run.stream.remove(*self._look.finders)  # scaled gradients are large because they are meant to be
             self._look.parameters = dtypes_of(self._run.names)  # before an unscaling lets them hold masters
             self._compare_gradients(self._look, self._scales.of_backward.scale or 1.0)
         if self._telemetry is not None:

@@ -105,6 +105,7 @@ class Scalers:
         out = original(scaler, outputs)
         if isinstance(out, Tensor) and scaler.is_enabled() and not isinstance(scaler, SessionScaler):  # it has noted it
             self._scales.note(out, float(scaler.get_scale()))
+            self._scales.by_scaler = True
         return out
 
     def _unscale(self, original: Any, scaler: Any, optimizer: Optimizer) -> Any:

@@ -65,6 +65,8 @@ class Scales:
         self.unscales_itself = False
         """Whether a session goes back whose losses have scales of their own: it leaves true gradients."""
         self.scaler_at = self.schedule_at = NOWHERE
+        self.by_scaler = False
+        """Whether a scaler of torch's has scaled a loss."""
         self.updated_at: Line | None = None
         """Where the scale was updated since the last backward pass."""
         self.updates = self.schedules = self.scalers = 0

@@ -17,7 +17,7 @@ from ...tree import tensors
 from ..hooks import is_traced
 from ..names import Names, unwrapped
 from ..places import users_line
-from ..records import Recorder
+from ..records import NOWHERE, Recorder
 from .inspection import Inspection
 from .precision import Precision
 from .run import Run
@@ -94,7 +94,10 @@ class Watch:
         run.tape.clear()
         run.stream.leave()
         if run.step:
-            counts = {**self.scales.since_last(), "scaler_at": self.scales.scaler_at}
+            counts = {
+                **self.scales.since_last(),
+                "scaler_at": self.scales.scaler_at if self.scales.by_scaler else NOWHERE,
+            }
             run.recorder.write("end", spent=run.clock.spent, seconds=run.clock.seconds, **counts)
 
     # -- model calls: the outermost of a model that is trained; what it calls inside is not followed
