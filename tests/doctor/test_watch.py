@@ -446,17 +446,3 @@ def test_a_step_that_the_script_leaves_out_is_a_skipped_one(cleared: str) -> Non
                 scaler.step(optimizer)
                 scaler.update()
     assert [(one["step"], one["skipped"]) for one in kept.of("step")] == [*enumerate([False, True, True, False, False])]
-
-
-def refused(model: nn.Module) -> None:
-    with torch.autocast("cpu", torch.float16):
-        out = model(torch.randn(5, 6))
-        out.half().masked_fill(out > 0, -1e9)
-
-
-def test_an_error_that_the_script_catches_is_told_from_what_it_says() -> None:
-    model = Net()
-    with preamp.doctor.watch(model) as seen, pytest.raises(RuntimeError, match="without overflow"):
-        refused(model)
-    (found,) = (one for one in seen.findings if one.code == "PA103")
-    assert (found.severity, found.line) == ("error", refused.__code__.co_firstlineno + 3)
