@@ -2,31 +2,42 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from preamp.doctor.findings.pa201 import Origin
 from preamp.doctor.hooks import Clock
-from preamp.doctor.names import Models, names_of
+from preamp.doctor.names import Names
 from preamp.doctor.operators import Stream
 from preamp.doctor.places import Places
 from preamp.doctor.replay.origin import Trails
 from preamp.doctor.replay.restore import eager, put_back_leaves, untouched
 from preamp.tree import tensors
 
+Models = nn.Module | Mapping[str, nn.Module]
+
+
+def names_of(models: Models) -> Names:
+    """The names of the parts of these models, and of no others."""
+    names = Names({"": models} if isinstance(models, nn.Module) else models)
+    names.search(())
+    return names
+
 
 def find_origin(
-    run: Callable[[], Any], *, models: Models, backward: Callable[[Tensor], None] | None = None
+    run: Callable[[], Any],
+    *,
+    models: nn.Module | Mapping[str, nn.Module],
+    backward: Callable[[Tensor], None] | None = None,
 ) -> Origin | None:
     """The origin in `run`, which returns a loss, or losses, or has gone back by itself; None for a healthy step."""
-    names, trails = names_of(models), Trails()
+    names = names_of(models)
     places = Places(names.known, names.owners, find_origin.__code__)
-    modules = dict(names.items())
-    trails.begin(modules)
+    modules, trails = dict(names.items()), Trails(names.items())
     stream = Stream(lambda: places, Clock())
     with ExitStack() as stack:
         stack.enter_context(untouched(list(modules.values())))

@@ -257,7 +257,7 @@ def test_a_full_disk_takes_the_report_and_not_what_was_found(
         raise OSError(errno.ENOSPC, "No space left on device", "report.html")
 
     monkeypatch.setattr(_doctor, "write", full)
-    script = _script(tmp_path, more="(model[0].weight * float('inf')).sum().backward() if step == 2 else None")
+    script = _script(tmp_path, TRAINING.replace("(x).float()", "(x).sqrt()"))
     status = _doctor.run_doctor(
         str(script), [], False, out=tmp_path / "out", json_file=None, every=50, steps=None, replay=True, strict=False
     )

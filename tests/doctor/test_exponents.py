@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from preamp.doctor.exponents import Exponents, together
+from preamp.doctor.exponents import Exponents
 from preamp.doctor.findings.pa202 import scale_window
 from preamp.doctor.measure import sampling_step, spread_of
 from preamp.formats import BF16, FP8_E4M3, FP16
@@ -62,7 +62,7 @@ def test_shares_are_those_of_the_cast(values: list[float], held) -> None:
 @settings(deadline=None, max_examples=60)
 @given(st.lists(floats, max_size=20), st.lists(floats, max_size=20), st.integers(-20, 20))
 def test_parts_add_up_and_scale(first: list[float], second: list[float], power: int) -> None:
-    whole, parts = counted(first + second), together([counted(first), counted(second)])
+    whole, parts = counted(first + second), counted(first) + counted(second)
     assert parts.total == whole.total
     assert (parts.some, parts.zeros, parts.infinite, parts.largest) == (
         whole.some, whole.zeros, whole.infinite, whole.largest,

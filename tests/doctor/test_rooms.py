@@ -56,9 +56,9 @@ def test_rooms_import_downwards_only() -> None:
 
 
 def test_findings_of_a_whole_run_are_those_that_the_report_asks() -> None:
-    kinds = findings.kinds_of(Check)
+    kinds = [type(one) for one in findings.one_of_each(Check)]
     assert sorted(kind.__name__ for kind in kinds) == findings.codes()
-    assert {kind.__name__ for kind in kinds if kind.at_end is not Check.at_end} == set(findings._AT_END)
+    assert {kind.__name__ for kind in kinds if kind.at_end is not Check.at_end} == set(findings.AT_END)
 
 
 @pytest.mark.slow
@@ -74,5 +74,5 @@ def test_the_command_reports_on_a_script_without_torch(tmp_path: Path) -> None:
     ran = subprocess.run([sys.executable, "-c", command], capture_output=True, text=True, check=True)
     assert "1 steps; ran to its end" in " ".join(ran.stderr.split())
     imported = set(ran.stdout.split())
-    assert {f"preamp.doctor.findings.{code.lower()}" for code in findings._AT_END} <= imported
+    assert {f"preamp.doctor.findings.{code.lower()}" for code in findings.AT_END} <= imported
     assert "torch" not in imported

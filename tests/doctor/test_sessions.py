@@ -288,3 +288,20 @@ def test_what_float16_lost_is_measured_alike_however_the_scale_came() -> None:
                 session.zero_grad()
         found[way] = [(one.message, one.evidence) for one in told(seen.findings, "PA202")]
     assert found["backward"] == found["scale"] and found["scale"]
+
+
+@pytest.mark.filterwarnings("ignore:gradients were changed")
+def test_a_scaler_that_a_session_has_replaced_and_clipping_past_the_session() -> None:
+    model = nn.Sequential(nn.Linear(16, 64), nn.ReLU(), nn.Linear(64, 8))
+    optimizer = torch.optim.SGD(model.parameters(), 0.05)
+    with preamp.prepare(model, optimizer, level="O2") as session, preamp.doctor.watch(model) as watch:
+        torch.amp.GradScaler("cpu")  # left over
+        for _ in range(4):
+            with session.autocast():
+                loss = model(torch.randn(16, 16)).float().square().mean()
+            session.backward(loss)
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            session.step()
+            session.zero_grad()
+        report = watch.report()
+    assert [one.code for one in report.findings if one.severity != "info"] == ["PA106"], "scaled ones are large"

@@ -233,47 +233,15 @@ def test_two_models_of_one_name_are_both_known_and_looked_for_once(monkeypatch: 
     assert len({names.get(model.first) for model in keep}) == 2
 
 
-def test_losses_are_the_same_bits_with_and_without() -> None:
-    def train(watched: bool) -> list[str]:
-        torch.manual_seed(0)
-        model = nn.Sequential(nn.Linear(6, 16), nn.BatchNorm1d(16), nn.Dropout(0.3), nn.Linear(16, 1))
-        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-        losses = []
-
-        def run() -> None:
-            for _ in range(8):
-                with torch.autocast("cpu", dtype=torch.bfloat16):
-                    loss = model(torch.randn(32, 6)).float().square().mean()
-                optimizer.zero_grad()
-                loss.backward()
-                optimizer.step()
-                losses.append(loss.item().hex())
-
-        if watched:
-            with preamp.doctor.watch(model, every=2):
-                run()
-        else:
-            run()
-        return losses
-
-    assert train(True) == train(False)
-
-
-@pytest.mark.parametrize("wrong", [3, "model", [], {}, [nn.Linear(1, 1), 2], {"a": None}])
-def test_what_cannot_be_watched(wrong: Any) -> None:
-    with pytest.raises(SessionError, match=r"Session, a torch\.nn\.Module, or several"):
-        preamp.doctor.watch(wrong)
-
-
-@pytest.mark.parametrize("every", [0, -1, 1.5, True, None])
-def test_every_is_a_number_of_steps(every: Any) -> None:
-    with pytest.raises(SessionError, match="every="):
-        preamp.doctor.watch(nn.Linear(1, 1), every=every)
-
-
-def test_a_sink_has_write() -> None:
-    with pytest.raises(SessionError, match=r"write\(kind, facts\)"):
-        preamp.doctor.watch(nn.Linear(1, 1), sinks=[print])
+@pytest.mark.parametrize(("wrong", "others", "says"), [
+    *((wrong, {}, r"Session, a torch\.nn\.Module, or several")
+      for wrong in (3, "model", [], {}, [nn.Linear(1, 1), 2], {"a": None})),
+    *((nn.Linear(1, 1), {"every": every}, "every=") for every in (0, -1, 1.5, True, None)),
+    (nn.Linear(1, 1), {"sinks": [print]}, r"write\(kind, facts\)"),
+])  # fmt: skip
+def test_what_cannot_be_watched(wrong: Any, others: dict[str, Any], says: str) -> None:
+    with pytest.raises(SessionError, match=says):
+        preamp.doctor.watch(wrong, **others)
 
 
 def test_a_report_without_a_step_and_files(tmp_path: Path) -> None:
@@ -313,15 +281,15 @@ def test_a_long_accumulation_is_let_go_of_as_it_goes() -> None:
 
 
 def test_memory_that_is_used_again_is_not_taken_for_what_was_there() -> None:
+    from preamp.doctor import operators
     from preamp.doctor.hooks import Clock
-    from preamp.doctor.operators import Stream
     from preamp.doctor.places import Places
     from preamp.doctor.replay.entries import tensor_key
     from preamp.doctor.replay.tape import Tape
     from preamp.doctor.shadow.source import Readings
 
     def keys(kept: bool) -> set[Any]:
-        stream = Stream(lambda: Places(lambda module, default: default, {}), Clock())
+        stream = operators.Stream(lambda: Places(lambda module, default: default, {}), Clock())
         tape, seen = Tape(stream, Readings()), set()
         for _ in range(50):
             tensor = torch.randn(1000)
@@ -338,15 +306,15 @@ def test_memory_that_is_used_again_is_not_taken_for_what_was_there() -> None:
 def test_an_error_of_the_doctor_s_own_never_reaches_the_script(monkeypatch: pytest.MonkeyPatch) -> None:
     from torch.utils._python_dispatch import _get_current_dispatch_mode
 
+    from preamp.doctor import operators
     from preamp.doctor.follow import audit, magnitudes, soundness, steps
-    from preamp.doctor.operators import Stream
     from preamp.doctor.replay import tape
 
     def broken(*_: Any, **__: Any) -> None:
         raise RuntimeError("a fault of ours")
 
     for owner, name in (
-        (magnitudes, "spread_of"), (tape.Tape, "keep"), (tape.Tape, "enter_model"), (Stream, "_before"),
+        (magnitudes, "spread_of"), (tape.Tape, "before"), (tape.Tape, "enter_model"), (operators, "Call"),
         (audit.Handled, "before"), (soundness.Soundness, "check"), (steps.Steps, "_first_step"),
         (steps.Steps, "before_backward"),
     ):  # fmt: skip
@@ -457,3 +425,24 @@ def test_micro_batches_whose_gradients_overflow_are_no_steps(by: str) -> None:
     steps = kept.of("step")
     assert [step["step"] for step in steps] == [0, 1, 2, 3]
     assert steps[0]["skipped"]
+
+
+@pytest.mark.parametrize("cleared", ["before the model", "before backward", "to zero"])
+def test_a_step_that_the_script_leaves_out_is_a_skipped_one(cleared: str) -> None:
+    torch.manual_seed(0)
+    model, kept = Net(), Kept()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
+    with preamp.doctor.watch(model, every=1, sinks=[kept]):
+        for step in range(5):
+            if cleared == "before the model":
+                optimizer.zero_grad()
+            with torch.autocast("cpu", torch.float16):
+                loss = model(torch.randn(5, 6)).float().square().sum() * (1e30 if step in (1, 2) else 1)
+            if cleared != "before the model":
+                optimizer.zero_grad(set_to_none=cleared == "before backward")
+            scaler.scale(loss).backward()
+            if all(bool(p.grad.isfinite().all()) for p in model.parameters() if p.grad is not None):
+                scaler.step(optimizer)
+                scaler.update()
+    assert [(one["step"], one["skipped"]) for one in kept.of("step")] == [*enumerate([False, True, True, False, False])]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -11,7 +11,6 @@ from ..formats import Format
 
 KINDS = ("activation", "activation gradient", "weight", "gradient")
 """What is counted. Gradients are as they are stored, times the loss scale."""
-GRADIENTS = ("activation gradient", "gradient")
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,11 +79,6 @@ class Exponents:
         return sum(self.counts[: max(end, 0)]) / self.some
 
 
-def together(many: Iterable[Exponents]) -> Exponents:
-    """All of them as one."""
-    return sum(many, start=Exponents(0, ()))
-
-
 @dataclass(frozen=True, slots=True)
 class Row:
     """Values of one kind in one module at one step."""
@@ -107,7 +101,7 @@ class Row:
     @property
     def in_backward(self) -> Exponents:
         """As they were in the backward pass: gradients with the loss scale on them."""
-        return self.stored.times(self.in_use / self.scale) if self.kind in GRADIENTS else self.stored
+        return self.stored.times(self.in_use / self.scale) if self.kind.endswith("gradient") else self.stored
 
     def to_dict(self) -> dict[str, Any]:
         """For `report.json`, without the loss scale."""

@@ -16,8 +16,8 @@ from .places import Place
 
 _BOUNDS = frozenset({"clamp", "clamp_min", "clamp_max", "clip", "hardtanh", "tanh"})
 """Operators that mean a size: of a gradient that is too large by a factor they make another one."""
-_MEASURES = frozenset({"linalg_vector_norm", "norm", "_foreach_norm", "pow", "square", "sum", "max", "amax", "abs"})
-_CHANGES = frozenset({"mul", "div", "copy", "_foreach_mul", "_foreach_div"})
+_MEASURES = frozenset({"linalg_vector_norm", "norm", "pow", "square", "sum", "max", "amax", "abs"})
+_CHANGES = frozenset({"mul", "div", "copy"})
 """Operators that measure a gradient, and that change one: in place after the others, by what was measured."""
 _LOOKS = frozenset({
     "view", "_unsafe_view", "detach", "alias", "_to_copy", "t", "transpose", "permute", "slice", "select",
@@ -31,9 +31,13 @@ class Handled(Observer):
     everywhere = True
 
     def __init__(
-        self, names: Names, keeps_casts: Callable[[], bool], is_library: Callable[[], bool] = lambda: False
+        self,
+        names: Names,
+        keeps_casts: Callable[[], bool] = lambda: False,
+        is_library: Callable[[], bool] = lambda: False,
+        unscaled: Callable[[], None] = lambda: None,
     ) -> None:
-        self._names, self._keeps_casts, self._is_library = names, keeps_casts, is_library
+        self._names, self._keeps_casts, self._is_library, self._unscaled = names, keeps_casts, is_library, unscaled
         self._weights = {key_of(p): p for p in names.parameters()}
         self.gradients: frozenset[int] = frozenset()
         """Storages of gradients that are still scaled."""
@@ -81,8 +85,7 @@ class Handled(Observer):
                 self._written += written
             scaled = {key_of(t) for t in tensors((call.args, call.kwargs))} & self.gradients
             if scaled and not self._is_library():
-                self.reads.append(place)
-                self._note_changes(call, scaled)
+                self._note_reading(call, scaled)
             if self._asked:
                 self._note_use(call)
         elif self.backward_scale != 1 and place.own is not None and call.base in _BOUNDS:
@@ -97,20 +100,31 @@ class Handled(Observer):
         elif taken and call.base not in _LOOKS:
             self._used.append((call.place, call.base, taken[0]))
 
-    def _note_changes(self, call: Call, scaled: set[int]) -> None:
-        if call.base.removeprefix("_foreach_") in _MEASURES:
+    def _note_reading(self, call: Call, scaled: set[int]) -> None:
+        if _is_unscaled(call, self.backward_scale):  # by hand, in place or into others: true from here on
+            self.gradients -= scaled
+            self._unscaled()
+            return
+        name = _name_of(call)
+        if name not in _LOOKS:
+            self.reads.append(call.place)
+        if name in _MEASURES:
             self._measured |= scaled
         written = {key_of(t) for t in call.written} & scaled
-        if _is_unscaled(call, self.backward_scale):  # by hand: true from here on
-            self.gradients -= written
-            return
-        if written and (call.base in _BOUNDS or (call.base in _CHANGES and not written.isdisjoint(self._measured))):
-            self.clipped.append((call.place, call.base))
+        if written and (name in _BOUNDS or (name in _CHANGES and not written.isdisjoint(self._measured))):
+            self.clipped.append((call.place, name))
+
+
+def _name_of(call: Call) -> str:
+    """What an operator does, to one tensor or to several."""
+    return call.base.removeprefix("_foreach_").rstrip("_")
 
 
 def _is_unscaled(call: Call, scale: float) -> bool:
     """Whether an operator divides by a scale, or multiplies by its inverse."""
     by = call.args[1] if len(call.args) > 1 else None
-    if not (isinstance(by, (int, float)) or (isinstance(by, Tensor) and by.dim() == 0)):
+    if _name_of(call) not in ("mul", "div") or not isinstance(by, (int, float, Tensor)):
         return False
-    return math.isclose(float(by), 1 / scale if call.base.endswith("mul") else scale, rel_tol=1e-3)
+    if isinstance(by, Tensor) and by.numel() != 1:
+        return False
+    return math.isclose(float(by), 1 / scale if _name_of(call) == "mul" else scale, rel_tol=1e-3)

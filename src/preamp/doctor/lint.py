@@ -26,12 +26,12 @@ from ..policy import Policy, auto_level, cpu_arithmetic
 from ..policy import policy as make_policy
 from ..report import Finding, Report, Section
 from ..tree import map_tensors, tensors
-from .findings import checks, kinds_of
-from .findings.check import Listeners, counted, without_repeats
+from .findings import one_of_each
+from .findings.check import Check, Listeners, counted, without_repeats
 from .findings.events import Deviated, Examined, Raised
 from .hooks import Clock
-from .names import names_of
-from .operators import Observer, Products, Stream, found_by
+from .names import Names
+from .operators import Observer, Products, Stream
 from .places import Places, raised_at
 from .records import shown_path
 from .replay.origin import Trails
@@ -69,7 +69,10 @@ def examine(
     >>> report.findings
     ()
     """
-    _check_kinds(model, optimizer)
+    if not isinstance(model, nn.Module):
+        raise SessionError(f"examine() takes a torch.nn.Module; got {kind_of(model)}")
+    if optimizer is not None and not isinstance(optimizer, Optimizer):
+        raise SessionError(f"optimizer= is a torch.optim.Optimizer or None; got {kind_of(optimizer)}")
     inputs = _inputs(example)
     if isinstance(policy, str) and policy.strip().lower() == "auto":
         policy = auto_level(_device_type_of(model, inputs))[0]
@@ -80,16 +83,9 @@ def examine(
         products = Products()
         found, ended = _observe(model, chosen, inputs, products)
         products = products if ended is None else None
-    Listeners(checks(), found.append)(Examined(model, optimizer, chosen, products))
+    Listeners(one_of_each(Check), found.append)(Examined(model, optimizer, chosen, products))
     findings = without_repeats(replace(one, file=shown_path(one.file, Path.cwd())) for one in found)
     return _report(model, chosen, findings, products, ended)
-
-
-def _check_kinds(model: Any, optimizer: Any) -> None:
-    if not isinstance(model, nn.Module):
-        raise SessionError(f"examine() takes a torch.nn.Module; got {kind_of(model)}")
-    if optimizer is not None and not isinstance(optimizer, Optimizer):
-        raise SessionError(f"optimizer= is a torch.optim.Optimizer or None; got {kind_of(optimizer)}")
 
 
 def _inputs(example: Any) -> Any:
@@ -151,19 +147,23 @@ def _observe(
     the example ends by an error that is no finding.
     """
     args, kwargs = ((), dict(example)) if isinstance(example, Mapping) else (tuple(example), {})
-    args, kwargs = map_tensors(_cloned, args), map_tensors(_cloned, kwargs)
+    args, kwargs = map_tensors(lambda tensor: tensor.detach().clone(), (args, kwargs))
     with random_kept():
-        twin, prepared = _twin(model, policy)
+        try:
+            twin = copy.deepcopy(model)
+        except Exception as error:
+            raise SessionError(f"the model cannot be copied for a trial run; leave out example=: {error}") from error
+        prepared = any(isinstance(module, CastingModule) for module in twin.modules())
+        if not prepared:
+            _convert(twin, policy)
         device_type = _device_type_of(model, (args, kwargs))
         had_rules = bool(REGISTRY.stamp)
-        names = names_of(twin)
+        names = Names({"": twin})
+        names.search(())
         places = Places(names.known, names.owners, _called.__code__)
         found: list[Finding] = []
-        report, trails = Listeners(checks(), found.append), Trails()
-        observers: list[Observer] = [kind() for kind in kinds_of(Observer)]
-        observers += [products, trails, shadowed := Shadowed()]
-        for observer in observers:
-            observer.begin(dict(names.items()))
+        report, trails = Listeners(one_of_each(Check), found.append), Trails(names.items())
+        observers = [*one_of_each(Observer), products, trails, shadowed := Shadowed()]
         stream = Stream(lambda: places, Clock())
         region: Any = nullcontext()
         if policy.has_regions:
@@ -182,11 +182,13 @@ def _observe(
     origin = trails.origin_of(t for t in tensors(out) if _left_the_range(t))
     for fact in shadowed.facts:
         report(Deviated(fact))
-    found += [*found_by(observers), *([] if origin is None else [origin.finding()])]
-    if ended is not None and not _is_refusal(found):
+    found += [finding for one in observers for finding in one.found]
+    found += [] if origin is None else [origin.finding()]
+    if ended is not None:
         module = names.raised_in(ended)
         report(Raised(type(ended).__name__, str(ended), raised_at(ended), module))
-        if not _is_refusal(found):
+        # torch refuses a constant out of range, and a 16-bit binary cross entropy
+        if not any(one.severity == "error" and one.code in ("PA102", "PA103") for one in found):
             inside = f" in module {module!r}" if module else ""
             raise SessionError(
                 f"the example did not run through the model under {policy.level or policy}{inside}: "
@@ -195,26 +197,9 @@ def _observe(
     return found, ended
 
 
-def _is_refusal(found: list[Finding]) -> bool:
-    """Whether something was found that torch refuses: a constant out of range, a 16-bit binary cross entropy."""
-    return any(one.severity == "error" and one.code in ("PA102", "PA103") for one in found)
-
-
 def _left_the_range(tensor: Tensor) -> bool:
     """-inf does not count: it is what masks are made of."""
     return tensor.is_floating_point() and bool((tensor.isnan() | (tensor == torch.inf)).any())
-
-
-def _twin(model: nn.Module, policy: Policy) -> tuple[nn.Module, bool]:
-    """A copy under the policy, and whether the model was prepared already."""
-    try:
-        twin = copy.deepcopy(model)
-    except Exception as error:
-        raise SessionError(f"the model cannot be copied for a trial run; leave out example=: {error}") from error
-    prepared = any(isinstance(module, CastingModule) for module in twin.modules())
-    if not prepared:
-        _convert(twin, policy)
-    return twin, prepared
 
 
 def _called(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -229,10 +214,6 @@ def _convert(twin: nn.Module, policy: Policy) -> None:
     except PolicyError:
         if not any(p.dtype in LOW_DTYPES for p in twin.parameters()):
             raise
-
-
-def _cloned(tensor: Tensor) -> Tensor:
-    return tensor.detach().clone()
 
 
 def _device_type_of(model: nn.Module, example: Any = None) -> str:

@@ -7,7 +7,6 @@ ratio is r = exp(trainer - sampler).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -95,7 +94,14 @@ def compare_logprobs(sampler: Any, trainer: Any, mask: Any = None) -> LogprobCom
     ones, others = _sequences(sampler, "sampler"), _sequences(trainer, "trainer")
     masks = [np.ones(len(one), bool) for one in ones] if mask is None else _sequences(mask, "mask", np.bool_)
     for name, many in (("trainer", others), ("mask", masks)):
-        _check_alike(ones, many, name)
+        if len(ones) != len(many):
+            raise PreampError(f"the sampler has {len(ones)} sequences, and the {name} {len(many)}: give both the same")
+        for i, (one, other) in enumerate(zip(ones, many, strict=True)):
+            if len(one) != len(other):
+                raise PreampError(
+                    f"sequence {i} has {len(one)} tokens from the sampler and {len(other)} in the {name}: they are not "
+                    "the same tokens. Leave out prompts on both sides, or on neither; the first token of one has none"
+                )
     at = np.concatenate([np.full(len(one), i) for i, one in enumerate(ones)]) if ones else np.zeros(0, int)
     place = np.concatenate([np.arange(len(one)) for one in ones]) if ones else np.zeros(0, int)
     a, b = (np.concatenate(many) if many else np.zeros(0) for many in (ones, others))
@@ -156,14 +162,3 @@ def _array(given: Any, dtype: Any) -> Any:
             raise TypeError("sets have no order, and of strings numpy would read True out of 'False'")
         given = [None if each is None else float(each) for each in given]
     return np.asarray(given, dtype)
-
-
-def _check_alike(ones: Sequence[Any], others: Sequence[Any], name: str) -> None:
-    if len(ones) != len(others):
-        raise PreampError(f"the sampler has {len(ones)} sequences, and the {name} {len(others)}: give both the same")
-    for i, (one, other) in enumerate(zip(ones, others, strict=True)):
-        if len(one) != len(other):
-            raise PreampError(
-                f"sequence {i} has {len(one)} tokens from the sampler and {len(other)} in the {name}: they are not the "
-                "same tokens. Leave out prompts on both sides, or on neither; the first token of a text has none"
-            )

@@ -55,7 +55,10 @@ def spread_of(tensor: Tensor) -> Exponents:
         powers.update(Counter((np.frexp(low[low > 0].view(np.float32))[1] - 1).tolist()))
     first, last = (min(powers), max(powers)) if powers else (0, -1)
     counts = tuple(step * powers.get(power, 0) for power in range(first, last + 1))
-    largest, infinite = _extremes(flat) if flat.numel() else (0.0, 0)
+    largest, infinite = (max(map(abs, map(float, flat.aminmax()))) if flat.numel() else 0.0), 0
+    if not math.isfinite(largest):  # aminmax hands NaN on
+        finite = flat[flat.isfinite()]
+        largest, infinite = float(finite.abs().amax()) if finite.numel() else 0.0, flat.numel() - finite.numel()
     return Exponents(first, counts, step * zeros, infinite, largest)
 
 
@@ -70,27 +73,15 @@ def sampling_step(shape: Sequence[int]) -> int:
     return step
 
 
-def _extremes(flat: Tensor) -> tuple[float, int]:
-    """The largest finite magnitude, and how many numbers are infinite or NaN."""
-    low, high = flat.aminmax()
-    largest = max(abs(float(low)), abs(float(high)))
-    if math.isfinite(largest):  # aminmax hands NaN on
-        return largest, 0
-    finite = flat[flat.isfinite()]
-    return (float(finite.abs().amax()) if finite.numel() else 0.0), flat.numel() - finite.numel()
+def storage_of(tensor: Tensor) -> torch.UntypedStorage | None:
+    """A tensor's storage; None for sparse and other tensors that have no single one."""
+    try:
+        return tensor.untyped_storage()
+    except (RuntimeError, NotImplementedError):
+        return None
 
 
 def key_of(tensor: Tensor) -> int:
     """Which storage a tensor has; its views have the same."""
-    try:
-        return int(tensor.untyped_storage()._cdata)
-    except (RuntimeError, NotImplementedError):
-        return -id(tensor)  # sparse and other tensors without one storage
-
-
-def storage_bytes(tensor: Tensor) -> int:
-    """How large it is; 0 for a tensor without one."""
-    try:
-        return tensor.untyped_storage().nbytes()
-    except (RuntimeError, NotImplementedError):
-        return 0
+    storage = storage_of(tensor)
+    return -id(tensor) if storage is None else int(storage._cdata)

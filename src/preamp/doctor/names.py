@@ -7,27 +7,16 @@ import gc
 import sys
 import traceback
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, MutableMapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ..frameworks import unwrapped as unwrapped_by
 from .hooks import subclasses
-
-Models = nn.Module | Mapping[str, nn.Module] | Sequence[nn.Module]
-
-
-def names_of(models: Models) -> Names:
-    """The names of the parts of these models, and of no others."""
-    several = [models] if isinstance(models, nn.Module) else models
-    named = several.items() if isinstance(several, Mapping) else enumerate(several)
-    names = Names({str(name): model for name, model in named})
-    names.search(())
-    return names
-
 
 unwrapped = functools.partial(unwrapped_by, any_wrapper=True)
 """The user's model inside wrappers for parallel training and compilation."""
@@ -144,6 +133,12 @@ class Names:
             named[name if name not in named else f"{name}-{index}"] = one  # the one before, not yet thrown away
         self._take(named)
 
+    def optimizers(self) -> list[Optimizer]:
+        """Those that are alive and step a parameter of these models, where no others are meant."""
+        own, kinds = {p for model in self.given for p in model.parameters()}, set(subclasses(Optimizer))
+        alive = [one for one in gc.get_objects() if type(one) in kinds and hasattr(one, "param_groups")]
+        return [one for one in alive if not own.isdisjoint(p for group in one.param_groups for p in group["params"])]
+
     def keep_stepped(self, optimizers: Iterable[Any]) -> None:
         """Keep the known models that an optimizer steps; search for others where it steps unknown parameters.
 
@@ -172,7 +167,7 @@ class Names:
     def _take(self, models: dict[str, nn.Module]) -> None:
         models = {name: model for name, model in models.items() if self._is_called(model)}
         self._models = {name: weakref.ref(model) for name, model in models.items()}
-        before, self._paths, self.owners, held = self._paths, WeakIdKeyDictionary(), {}, list[Tensor]()
+        before, self._paths, self.owners, held = self._paths, WeakIdKeyDictionary(), {}, dict[int, Tensor]()
         taken = {before.get(model, "a part") for model in models.values()}
         for name, model in models.items():
             prefix, fresh = before.get(model, "a part"), "" if len(models) == 1 else f"{name}:"
@@ -185,14 +180,15 @@ class Names:
                 for tensor in (*module._parameters.values(), *module._buffers.values()):
                     if tensor is not None:
                         self.owners.setdefault(id(tensor), self._paths[module])
-                        held.append(tensor)
+                        held[id(tensor)] = tensor
         named: dict[int, tuple[str, nn.Parameter]] = {}
         for name, parameter in (each for model in models.values() for each in model.named_parameters()):
             named.setdefault(id(parameter), (name, parameter))
         self._own_names = {key: name for key, (name, _) in named.items()}
         parameters = [p for _, p in named.values()]
         self._parameters = [weakref.ref(p) for p in parameters]
-        self._watched = [weakref.ref(t, _forget(self.owners, id(t))) for t in held]
+        owners = self.owners
+        self._watched = [weakref.ref(t, lambda _, key=key: owners.pop(key, None)) for key, t in held.items()]  # type: ignore[misc]
         self._unknown = WeakIdKeyDictionary()
         self.is_sharded |= any(type(p).__name__ == "DTensor" for p in parameters)
 
@@ -210,13 +206,6 @@ class Names:
     def parameters(self) -> list[nn.Parameter]:
         """All parameters to train, each once."""
         return [p for ref in self._parameters if (p := ref()) is not None and p.requires_grad]
-
-
-def _forget(owners: dict[int, str], key: int) -> Callable[[Any], None]:
-    def forget(_: Any) -> None:
-        owners.pop(key, None)
-
-    return forget
 
 
 def _variable(module: nn.Module) -> str | None:

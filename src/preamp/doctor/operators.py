@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
@@ -25,7 +25,7 @@ from torch.utils._python_dispatch import (
 
 from ..formats import LOW_DTYPES
 from ..report import Finding
-from ..tree import PLAIN, tensors
+from ..tree import tensors
 from .hooks import Clock, is_traced
 from .places import Place, Places, written_by
 from .records import Line
@@ -55,16 +55,6 @@ class Call:
         return base_of(self.func)
 
     @property
-    def module(self) -> str | None:
-        """Path of the innermost module whose forward was running; None outside of all models."""
-        return self.place.module
-
-    @property
-    def at(self) -> Line:
-        """File and line of the innermost frame that is the user's."""
-        return self.place.at
-
-    @property
     def inputs(self) -> list[Tensor]:
         """Floating tensors among the arguments."""
         return [t for t in self.given if t.is_floating_point()]
@@ -79,15 +69,6 @@ class Call:
         return [float(each) for each in given if type(each) in (int, float)]
 
 
-def tensors_of(values: Iterable[Any]) -> Iterator[Tensor]:
-    """Every tensor in these; most are tensors themselves, or plain."""
-    for value in values:
-        if isinstance(value, Tensor):
-            yield value
-        elif type(value) not in PLAIN:
-            yield from tensors(value)
-
-
 @cache
 def base_of(func: Any) -> str:
     """An operator's name without namespace, overload and in-place underscore; "" of a function."""
@@ -100,15 +81,11 @@ class Observer:
 
     everywhere: ClassVar[bool] = False
     """Whether it is shown the backward pass, too, and what an optimizer does."""
-
-    def begin(self, modules: Mapping[str, nn.Module]) -> None:
-        """Before the first call: all modules by path."""
+    found: Iterable[Finding] = ()
+    """What it has found so far."""
 
     def wants(self, func: Any, args: Any, kwargs: Any) -> bool:
-        """Whether an operator is worth a call, decided before anything is asked about its place.
-
-        What one observer wants all are shown.
-        """
+        """Whether it is shown an operator, decided before anything is asked about its place."""
         return True
 
     def before(self, call: Call) -> None:
@@ -119,10 +96,6 @@ class Observer:
 
     def failed(self, error: Exception) -> None:
         """In place of `after`: the operator has raised this."""
-
-    def found(self) -> list[Finding]:
-        """After the last call: what it has found."""
-        return []
 
 
 class Stream(TorchDispatchMode):
@@ -221,45 +194,34 @@ class Stream(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if self.is_paused or is_traced() or not self._applies():
+        places = self._places  # another thread may take them away
+        if self.is_paused or places is None or is_traced() or not self._applies():
             return func(*args, **kwargs)
-        if not any(one.wants(func, args, kwargs) for one in self._observers):
-            return func(*args, **kwargs)
+        shown = [one for one in self._observers if one.wants(func, args, kwargs)]
         call = None
         with self._clock:
-            call = self._before(func, args, kwargs)
+            if shown:
+                written = written_by(func, args, kwargs)
+                place = places.place(any(t._is_view() for t in written))
+                shown = [one for one in shown if one.everywhere or place.direction == "forward"]
+                given = [*tensors(args), *tensors(kwargs)]
+                made = Call(func, tuple(args), dict(kwargs), place, written, torch.is_grad_enabled(), given)
+                with torch.no_grad():
+                    for one in shown:
+                        one.before(made)
+                call = made
         if call is None:
             return func(*args, **kwargs)
         try:
             call.out = out = func(*args, **kwargs)
         except Exception as error:
-            for one in self._observers:
+            for one in shown:
                 one.failed(error)
             raise
         with self._clock, torch.no_grad():
-            for one in self._shown(call.place):
+            for one in shown:
                 one.after(call)
         return out
-
-    def _before(self, func: Any, args: Any, kwargs: Any) -> Call | None:
-        """The operator that is about to run, as observers see it; None where none of them is shown it."""
-        places = self._places  # another thread may take them away
-        if places is None:
-            return None
-        written = written_by(func, args, kwargs)
-        place = places.place(any(t._is_view() for t in written))
-        shown = self._shown(place)
-        if not shown:
-            return None
-        given = [*tensors_of(args), *tensors_of(kwargs.values())]
-        call = Call(func, tuple(args), dict(kwargs), place, written, torch.is_grad_enabled(), given)
-        with torch.no_grad():
-            for one in shown:
-                one.before(call)
-        return call
-
-    def _shown(self, place: Place) -> list[Observer]:
-        return [one for one in self._observers if one.everywhere or place.direction == "forward"]
 
 
 def _has_below(mode: TorchDispatchMode, there: bool) -> None:
@@ -267,11 +229,6 @@ def _has_below(mode: TorchDispatchMode, there: bool) -> None:
     for name, before in vars(mode).items():
         if name.startswith("old_") and before:
             before[-1] = there
-
-
-def found_by(observers: Iterable[Observer]) -> list[Finding]:
-    """What observers found, once nothing more comes."""
-    return [finding for observer in observers for finding in observer.found()]
 
 
 @dataclass(slots=True)
@@ -298,9 +255,9 @@ class Products(Observer):
         if measured is None:
             return
         flops, dtype, dims = measured
-        key = (call.module, call.base, dtype, dims)
+        key = (call.place.module, call.base, dtype, dims)
         if key not in self._by_kind:
-            self._by_kind[key] = Product(call.module, call.base, dtype, dims, call.at)
+            self._by_kind[key] = Product(call.place.module, call.base, dtype, dims, call.place.at)
         self._by_kind[key].flops += flops
 
     @property
@@ -326,40 +283,26 @@ class Products(Observer):
 
 def _measure(call: Call) -> tuple[float, torch.dtype, Dims] | None:
     args, base = call.args, call.base
-    if base in ("mm", "bmm"):
-        return _matmul(*args[:2])
-    if base in ("addmm", "baddbmm", "_addmm_activation"):
-        return _matmul(*args[1:3])
+    if base in ("mm", "bmm", "addmm", "baddbmm", "_addmm_activation"):
+        left, right = args[:2] if base in ("mm", "bmm") else args[1:3]
+        inner, columns = right.shape[-2:]
+        # The rows are the batch, which says nothing here: an example is often smaller than a training batch.
+        return 2.0 * left.numel() * columns, left.dtype, (("inner", inner), ("columns", columns))
     if base in ("convolution", "_convolution", "mkldnn_convolution", "cudnn_convolution"):
-        return _conv(args[0], args[1], call.out, transposed=base == "convolution" and bool(args[6]))
-    if base in ("mkldnn_rnn_layer", "_cudnn_rnn"):
-        weights = args[1:3] if base == "mkldnn_rnn_layer" else args[1]
-        return _recurrent(args[0], [w for w in weights if w.dim() == 2])
+        given, weight, transposed = args[0], args[1], base == "convolution" and bool(args[6])
+        places = given if transposed else call.out
+        first, second = ("in", "out") if transposed else ("out", "in")
+        dims = ((f"{first}_channels", weight.shape[0]), (f"{second}_channels", weight.shape[1]))
+        return 2.0 * weight.numel() * places.shape[0] * math.prod(places.shape[2:]), given.dtype, dims
+    if base in ("mkldnn_rnn_layer", "_cudnn_rnn"):  # a whole layer, or several: every weight meets every position
+        given, weights = args[0], [w for w in (args[1:3] if base == "mkldnn_rnn_layer" else args[1]) if w.dim() == 2]
+        dims = (("input_size", weights[0].shape[1]), ("hidden_size", weights[1].shape[1]))
+        return 2.0 * given.numel() // given.shape[-1] * sum(w.numel() for w in weights), given.dtype, dims
     if base.startswith("_scaled_dot_product") and isinstance(args[0], Tensor) and "backward" not in base:
         query, key, value = args[:3]
         flops = 2.0 * query.numel() * key.shape[-2] + 2.0 * math.prod(query.shape[:-1]) * value.shape[-2:].numel()
         return flops, query.dtype, (("head size", query.shape[-1]),)
     return None
-
-
-def _matmul(left: Tensor, right: Tensor) -> tuple[float, torch.dtype, Dims]:
-    inner, columns = right.shape[-2:]
-    # The rows are the batch, which says nothing here: an example is often smaller than a training batch.
-    return 2.0 * left.numel() * columns, left.dtype, (("inner", inner), ("columns", columns))
-
-
-def _recurrent(given: Tensor, weights: list[Tensor]) -> tuple[float, torch.dtype, Dims]:
-    """A whole recurrent layer, or several of them, in one kernel: every weight meets every position."""
-    positions = given.numel() // given.shape[-1]
-    dims = (("input_size", weights[0].shape[1]), ("hidden_size", weights[1].shape[1]))
-    return 2.0 * positions * sum(w.numel() for w in weights), given.dtype, dims
-
-
-def _conv(given: Tensor, weight: Tensor, out: Tensor, *, transposed: bool) -> tuple[float, torch.dtype, Dims]:
-    places = given if transposed else out
-    flops = 2.0 * weight.numel() * places.shape[0] * math.prod(places.shape[2:])
-    first, second = ("in", "out") if transposed else ("out", "in")
-    return flops, given.dtype, ((f"{first}_channels", weight.shape[0]), (f"{second}_channels", weight.shape[1]))
 
 
 def dimensions(product: Product, module: nn.Module | None) -> Dims:

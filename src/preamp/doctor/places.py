@@ -233,7 +233,8 @@ class Places:
     @property
     def module(self) -> str | None:
         """The path of the innermost module that is running; None outside of all."""
-        return self._stack[-1][1] if self._stack else None
+        module, path = self._stack[-1] if self._stack else (None, None)
+        return self._named(module, None) if path is None and module is not None else path  # known by now, it may be
 
     def enter(self, module: nn.Module, _: Any = None) -> None:
         """`module` runs from here on: called by the hook, or by code that installed it too late."""

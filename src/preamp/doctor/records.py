@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import os
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -45,7 +45,7 @@ class Recorder:
     """Hands records on to sinks. A forked child records nothing; a sink that fails is left out from then on."""
 
     def __init__(self, *sinks: Sink, rank: int = 0) -> None:
-        self._sinks = list(sinks)
+        self.sinks = list(sinks)
         self._rank, self._pid = rank, os.getpid()
         self._begun = False
 
@@ -53,15 +53,6 @@ class Recorder:
     def is_own(self) -> bool:
         """Whether this is the process that the recorder was made in."""
         return os.getpid() == self._pid
-
-    def add(self, sink: Sink) -> None:
-        """Have another one listen from here on."""
-        self._sinks.append(sink)
-
-    def remove(self, sink: Sink) -> None:
-        """Have it listen no more."""
-        if sink in self._sinks:
-            self._sinks.remove(sink)
 
     def write(self, kind: str, **facts: Any) -> None:
         """One record; values are made fit for JSON."""
@@ -71,11 +62,11 @@ class Recorder:
             self._begun = True
             self.write("process", rank=self._rank, pid=self._pid)
         record = to_json(facts)
-        for sink in tuple(self._sinks):
+        for sink in tuple(self.sinks):
             try:
                 sink.write(kind, record)
             except Exception as error:
-                self.remove(sink)
+                self.sinks.remove(sink)
                 name = type(sink).__name__
                 warnings.warn(f"{name} failed and gets no more records: {error!r}", PreampWarning, stacklevel=2)
 
@@ -142,17 +133,12 @@ def read_ranks(folder: Path) -> list[Rank]:
     found = []
     for path in sorted(folder.glob("rank*.jsonl"), key=lambda p: p.stat().st_mtime):
         rank = Rank(0)
-        for record in _lines(path):
-            rank.write(record.pop("kind", ""), record)
+        for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
+            try:
+                record = json.loads(line)
+            except ValueError:
+                continue
+            if isinstance(record, dict):
+                rank.write(record.pop("kind", ""), record)
         found.append(rank)
     return sorted(found, key=lambda one: (one.rank, -len(one.steps)))
-
-
-def _lines(path: Path) -> Iterator[dict[str, Any]]:
-    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
-        try:
-            record = json.loads(line)
-        except ValueError:
-            continue
-        if isinstance(record, dict):
-            yield record

@@ -36,7 +36,7 @@ class Statement:
     def reads(self) -> dict[str, list[ast.expr]]:
         """The names that it reads ("x", "self.scale", "batch['x']"), with where they stand. Of `x.t()` it reads x."""
         found: dict[str, list[ast.expr]] = {}
-        called = {id(node.func) for node in ast.walk(self.node) if isinstance(node, ast.Call)}
+        called = {id(call.func) for call in self._calls()}
         written = set(map(id, self._written()))
 
         def visit(node: ast.AST) -> None:
@@ -60,6 +60,9 @@ class Statement:
         visit(self.node)
         return found
 
+    def _calls(self) -> list[ast.Call]:
+        return [node for node in ast.walk(self.node) if isinstance(node, ast.Call)]
+
     def _written(self) -> Iterator[ast.expr]:
         """What it writes to and must stay itself: x of `x[0] = y`, of `x.data = y`, of `x.mul_(y)` and of `out=x`."""
         for node in ast.walk(self.node):
@@ -75,28 +78,27 @@ class Statement:
     @property
     def goes_back(self) -> bool:
         """Whether it calls a backward pass, or steps: no precision of its own to change."""
-        called = [node.func for node in ast.walk(self.node) if isinstance(node, ast.Call)]
-        return any(isinstance(each, ast.Attribute) and each.attr in ("backward", "step", "grad") for each in called)
+        called = [call.func.attr for call in self._calls() if isinstance(call.func, ast.Attribute)]
+        return not {"backward", "step", "grad"}.isdisjoint(called)
 
     def calls(self) -> list[str]:
         """What it calls: names, and parts of lists ("self.layers[0]")."""
-        called = [node.func for node in ast.walk(self.node) if isinstance(node, ast.Call)]
+        called = [call.func for call in self._calls()]
         parts = [one for one in called if isinstance(one, ast.Subscript) and dotted(one.value)]
         return [name for name in map(dotted, called) if name is not None] + [*map(ast.unparse, parts)]
 
     def casts(self) -> list[tuple[ast.Call, ast.expr]]:
         """Calls that may cast, each with what it casts."""
-        called = [node for node in ast.walk(self.node) if isinstance(node, ast.Call)]
-        found = [
-            (one, one.func.value) for one in called if isinstance(one.func, ast.Attribute) and one.func.attr in CASTS
-        ]
-        return [(call, of) for call, of in found if len(found) == 1 or not _names_device(call)]
+        methods = [(call, call.func) for call in self._calls() if isinstance(call.func, ast.Attribute)]
+        found = [(call, method.value) for call, method in methods if method.attr in CASTS]
+        devices = {id(call) for call, _ in found for each in call.args if _names_device(each)}
+        return [one for one in found if len(found) == 1 or id(one[0]) not in devices]
 
     def dtypes(self) -> Iterator[ast.expr]:
         """The dtypes in which it makes something: of `torch.arange(n, dtype=x.dtype)`, and not of a cast."""
-        for node in ast.walk(self.node):
-            if isinstance(node, ast.Call) and (dotted(node.func) or "").rpartition(".")[2] not in CASTS:
-                yield from (each.value for each in node.keywords if each.arg == "dtype")
+        for call in self._calls():
+            if (dotted(call.func) or "").rpartition(".")[2] not in CASTS:
+                yield from (each.value for each in call.keywords if each.arg == "dtype")
 
     def numbers(self) -> list[ast.Constant]:
         """The floating numbers that stand in it."""
@@ -175,9 +177,8 @@ def _operand(node: ast.expr) -> str:
     return text if isinstance(node, (ast.Name, ast.Attribute, ast.Call, ast.Subscript)) else f"({text})"
 
 
-def _names_device(call: ast.Call) -> bool:
-    """Whether what it converts to is a device, by its name."""
-    return any("device" in ast.unparse(each) or isinstance(each, ast.Constant) for each in call.args)
+def _names_device(node: ast.expr) -> bool:
+    return "device" in ast.unparse(node) or isinstance(node, ast.Constant)
 
 
 def default_of(function: Any, name: str = "eps") -> Any:

@@ -14,7 +14,7 @@ from ...report import Finding, Report
 from ...session import Session
 from ..follow.watch import Watch
 from ..names import Names
-from ..records import Rank, Recorder, Sink
+from ..records import NOWHERE, Rank, Recorder, Sink
 from ..tell.report import all_findings, build, write
 
 Watchable = Session | nn.Module | Mapping[str, nn.Module] | Sequence[nn.Module]
@@ -26,20 +26,21 @@ class Watching:
     def __init__(self, watched: Watchable, every: int, replay: bool, sinks: Sequence[Sink]) -> None:
         models = _models(watched)
         self._kept, self._sinks = Rank(0), tuple(sinks)
-        self._base = _base()
+        script = getattr(sys.modules.get("__main__"), "__file__", None)
+        self._base = Path(script).resolve().parent if script else Path.cwd()
         outer = Watch.of_this_process()
         self._own, self._open = outer is None, True
         if outer is None:
             recorder = Recorder(self._kept, *self._sinks)
-            self._watch = Watch(recorder, self._base, every, None, replay, Names(models))
+            names = Names(models)
+            self._watch = Watch(recorder, self._base, every, None, replay, names)
+            self._watch.run.optimizers.update(dict.fromkeys(names.optimizers(), NOWHERE))
             if isinstance(watched, Session):
-                self._watch.run.optimizers.update({id(o): o for o in watched.optimizers.values()})
                 self._watch.scales.sessions.add(watched)
             self._watch.start()
         else:
             self._watch = outer
-            for sink in (self._kept, *self._sinks):
-                outer.run.recorder.add(sink)
+            outer.run.recorder.sinks += (self._kept, *self._sinks)
 
     @property
     def findings(self) -> tuple[Finding, ...]:
@@ -67,8 +68,8 @@ class Watching:
         if self._own:
             self._watch.end()
         else:
-            for sink in (self._kept, *self._sinks):
-                self._watch.run.recorder.remove(sink)
+            recorder, own = self._watch.run.recorder, (self._kept, *self._sinks)
+            recorder.sinks[:] = (sink for sink in recorder.sinks if sink not in own)
 
     def __enter__(self) -> Watching:
         return self
@@ -120,9 +121,3 @@ def _models(watched: Any) -> dict[str, nn.Module]:
             + (" without any" if isinstance(watched, (Mapping, list, tuple)) and not models else "")
         )
     return models
-
-
-def _base() -> Path:
-    """The folder to which paths are relative: the script's."""
-    script = getattr(sys.modules.get("__main__"), "__file__", None)
-    return Path(script).resolve().parent if script else Path.cwd()

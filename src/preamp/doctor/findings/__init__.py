@@ -5,20 +5,18 @@ What a code means stands on its page in `docs/findings`, which ships with the pa
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from importlib import import_module
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 from ...errors import PreampError
-from .check import Check
 
 _HERE = Path(__file__).parent
 _PAGES = (_HERE.parent / "pages", _HERE.parents[3] / "docs" / "findings")
 """Of an installed package, and of the repository."""
 _MEANING = ("**What it is.**", "**Why it hurts.**")
-_AT_END = ("PA107", "PA108", "PA201", "PA203")
+AT_END = ("PA107", "PA108", "PA201", "PA203")
 """What the report judges, from records: a process that does so loads no others, as they want torch."""
 
 
@@ -27,26 +25,12 @@ def codes() -> list[str]:
     return sorted(path.stem.upper() for path in _HERE.glob("pa*.py"))
 
 
-def checks() -> list[Check]:
-    """A new one of each kind."""
-    return [kind() for code in codes() for kind in _kinds(code, Check)]
-
-
-def checks_at_end() -> list[Check]:
-    """A new one of each kind that looks at a whole run."""
-    return [kind() for code in _AT_END for kind in _kinds(code, Check)]
-
-
-def kinds_of(base: type[Any]) -> list[type[Any]]:
-    """Subclasses of `base` that the files of this folder define."""
-    return [kind for code in codes() for kind in _kinds(code, base)]
-
-
-def _kinds(code: str, base: type[Any]) -> Iterator[type[Any]]:
-    module: ModuleType = import_module(f".{code.lower()}", __name__)
-    for value in vars(module).values():
-        if isinstance(value, type) and issubclass(value, base) and value.__module__ == module.__name__:
-            yield value
+def one_of_each(base: type[Any], among: Iterable[str] | None = None) -> list[Any]:
+    """A new one of each subclass of `base` that the files of this folder define, or those of some codes."""
+    modules = [import_module(f".{code.lower()}", __name__) for code in (codes() if among is None else among)]
+    named = [(module.__name__, value) for module in modules for value in vars(module).values()]
+    kinds = [value for name, value in named if isinstance(value, type) and value.__module__ == name]
+    return [kind() for kind in kinds if issubclass(kind, base)]
 
 
 def page(code: str) -> str:

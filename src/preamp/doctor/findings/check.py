@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any, ClassVar
 
 from ...report import Finding, count_severities
 from ...report.finding import Severity
 from ..records import NOWHERE, Line, Rank
+from ..shadow.facts import Fact
 from .events import Deviated, Raised
 
 BY_SESSION = (
@@ -29,14 +31,13 @@ def on(kind: type) -> Callable[[Any], Any]:
     return mark
 
 
-_IN_FLOAT32 = "# call .float() on what this line computes with"
-
-
 class Check:
     """Judges one code, its class's name. A method marked by `on` takes an event and gives findings."""
 
     errors: ClassVar[tuple[tuple[str, str, str], ...]] = ()
     """Errors of torch's or preamp's that are this finding: a part of their text, the message, and the fix."""
+    untried: ClassVar[str] = "# call .float() on what this line computes with"
+    """Advice on a fact of this code where nothing was tried."""
 
     @classmethod
     def finding(
@@ -45,18 +46,24 @@ class Check:
         """A finding of this code; `at`: file and line; `facts`: other fields of `Finding`."""
         return Finding(cls.__name__, severity, message, file=at[0], line=at[1], fix=fix, **facts)
 
-    @classmethod
-    def of_fact(cls, severity: Severity, message: str, event: Deviated, untried: str = _IN_FLOAT32) -> Finding:
-        """A finding that stands on a fact; `untried`: advice where nothing ran."""
-        fix = event.fix if event.tried else untried
-        return cls.finding(severity, message, fix, **event.where, evidence=event.evidence)
-
     def listeners(self) -> Iterator[tuple[type, Listener]]:
         """Kinds of events, and the methods that take them."""
         for name in dir(self):
             kind = getattr(getattr(self, name), "takes", None)
             if kind is not None and (kind is not Raised or self.errors):
                 yield kind, getattr(self, name)
+
+    @on(Deviated)
+    def deviated(self, event: Deviated) -> Iterator[Finding]:
+        """A fact of this code, if facts have it."""
+        if event.fact.code == type(self).__name__:
+            severity, message = self.told(event.fact)
+            fix = event.fix if event.tried else self.untried
+            yield self.finding(severity, message, fix, **event.where, evidence=event.evidence)
+
+    def told(self, fact: Fact) -> tuple[Severity, str]:
+        """Severity and message of a fact of this code."""
+        raise NotImplementedError
 
     @on(Raised)
     def raised(self, event: Raised) -> Iterator[Finding]:
@@ -100,6 +107,13 @@ def without_repeats(findings: Iterable[Finding]) -> tuple[Finding, ...]:
         place = (each.file, each.line) if each.line is not None else (each.message,)
         kept.setdefault((each.code, each.module, each.op, *place), each)
     return tuple(kept.values())
+
+
+def with_evidence(finding: Finding, **evidence: Any) -> Finding:
+    """The same with more evidence."""
+    seen = finding.evidence
+    before = {} if seen is None else seen if isinstance(seen, dict) else {"seen": seen}
+    return replace(finding, evidence={**before, **evidence})
 
 
 def counted(findings: Iterable[Finding]) -> str:

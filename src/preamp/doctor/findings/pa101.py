@@ -11,9 +11,11 @@ from ...eps import safe_eps
 from ...formats import name_of
 from ...policy import Policy, policy
 from ...report import Finding
+from ...report.finding import Severity
 from ..records import NOWHERE, Line
+from ..shadow.facts import Fact
 from .check import Check, on
-from .events import Deviated, Examined, WithoutMasters
+from .events import Examined, WithoutMasters
 
 
 class PA101(Check):
@@ -47,8 +49,6 @@ class PA101(Check):
                 evidence={"group": row.group, "eps": row.eps, "dtype": dtype, "becomes": row.becomes},
             )
 
-    @on(Deviated)
-    def deviated(self, event: Deviated) -> Iterator[Finding]:
+    def told(self, fact: Fact) -> tuple[Severity, str]:
         """One that is added to a zero, or is the floor of one, and leaves it a zero."""
-        if event.fact.code == "PA101":
-            yield self.of_fact("error", event.fact.vanished, event)
+        return "error", fact.vanished

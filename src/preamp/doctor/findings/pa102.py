@@ -35,7 +35,7 @@ class Sigmoids(Observer):
     """As it happens: a 16-bit sigmoid whose logarithm is taken, or a 16-bit binary cross entropy."""
 
     def __init__(self) -> None:
-        self._found: list[Finding] = []
+        self.found: list[Finding] = []
         self._rounded: Any = WeakTensorKeyDictionary()
 
     def after(self, call: Call) -> None:
@@ -50,13 +50,9 @@ class Sigmoids(Observer):
         if dtype is None:
             return
         if base in ("log", "log2", "log10", "binary_cross_entropy"):
-            self._found.append(_saturating(dtype, call))
+            self.found.append(_saturating(dtype, call))
         elif gives and (base in _CARRIES or (base in ("add", "sub") and len(call.inputs) == 1)):
             self._rounded[out] = dtype
-
-    def found(self) -> list[Finding]:
-        """Each logarithm."""
-        return self._found
 
 
 def _saturating(dtype: torch.dtype, call: Call) -> Finding:

@@ -9,7 +9,6 @@ from .check import Check, on
 from .events import Deviated
 
 _FIX = "torch.finfo(x.dtype).min  # instead of the constant; or float('-inf') where no row is masked whole"
-_POSITIVE = "x.float()  # before this line"
 
 
 class PA103(Check):
@@ -26,7 +25,7 @@ class PA103(Check):
                 "warning",
                 f"the constant {fact.constant:g} is beyond float16, whose largest number is 65504, and becomes "
                 "infinite here: 0 times that is NaN, and so is the softmax of a row that is masked whole",
-                _POSITIVE if (fact.constant or 0) > 0 else _FIX,
+                "x.float()  # before this line" if (fact.constant or 0) > 0 else _FIX,
                 **event.where,
                 evidence={"value": fact.constant, "dtype": fact.dtype},
             )

@@ -39,10 +39,10 @@ class PA105(Check):
             alike[product.module, product.op, product.dtype, dimensions(product, module)].append(product)
         for (path, op, dtype, dims), same in alike.items():
             share = sum(product.flops for product in same) / max(products.flops, 1.0)  # none in an empty batch
-            odd = misfits(dims, dtype)
+            multiple = format_of(dtype).multiple
+            odd = {name: size for name, size in dims if size % multiple}
             if not odd or share < WEIGHT:
                 continue
-            multiple = format_of(dtype).multiple
             change = ", ".join(f"{name} {size} to {-(-size // multiple) * multiple}" for name, size in odd.items())
             yield self.finding(
                 "info",
@@ -55,8 +55,3 @@ class PA105(Check):
                 at=same[0].at,
                 evidence={"share of FLOPs": round(share, 3), "dtype": name_of(dtype), "multiple": multiple, **odd},
             )
-
-
-def misfits(dims: Dims, dtype: torch.dtype) -> dict[str, int]:
-    """The dimensions that are no multiple of what tensor cores want in this dtype."""
-    return {name: size for name, size in dims if size % format_of(dtype).multiple}

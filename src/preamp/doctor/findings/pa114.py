@@ -5,28 +5,23 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from ...report import Finding
-from ..shadow.facts import Absorbed
+from ...report.finding import Severity
+from ..shadow.facts import Absorbed, Fact
 from .check import Check, on
-from .events import Deviated
 from .pa212 import IN_VAIN, in_float32
 
 
 class PA114(Check):
     """Positions, indices, times and frequencies beyond what 16 bits tell apart, and counters that stand still."""
 
-    @on(Deviated)
-    def deviated(self, event: Deviated) -> Iterator[Finding]:
+    untried = "# compute positions, times and indices in float32 or in whole numbers; cast the result"
+
+    def told(self, fact: Fact) -> tuple[Severity, str]:
         """An angle or an index of a number that 16 bits have rounded."""
-        fact = event.fact
-        if fact.code != "PA114":
-            return
         share = f"{fact.error:.0%} of the entries differ" if fact.kind == "decided" else f"off by {fact.error:.0%}"
-        yield self.of_fact(
-            "error" if fact.kind == "decided" else "warning",
+        return "error" if fact.kind == "decided" else "warning", (
             f"{fact.name} of numbers up to {fact.largest:.4g} that went through 16 bits: {share} from float32's, and "
-            f"what went in is right to {fact.inputs:.2%}",
-            event,
-            "# compute positions, times and indices in float32 or in whole numbers; cast the result",
+            f"what went in is right to {fact.inputs:.2%}"
         )
 
     @on(Absorbed)

@@ -2,29 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
-from ...report import Finding
-from .check import Check, on
-from .events import Deviated
+from ...report.finding import Severity
+from ..shadow.facts import Fact
+from .check import Check
 
 
 class PA115(Check):
     """Factors, inverses, determinants and eigenvalues of matrices that were computed in 16 bits."""
 
-    @on(Deviated)
-    def deviated(self, event: Deviated) -> Iterator[Finding]:
+    untried = "# compute the matrix in float32, outside of the region, from x.float()"
+
+    def told(self, fact: Fact) -> tuple[Severity, str]:
         """A result that is far from that of the exact matrix."""
-        fact = event.fact
-        if fact.code != "PA115":
-            return
         result = f"is off by {fact.error:.0%}" if fact.error < 1 else "is wrong by more than its own size"
         if fact.kind == "not finite":
             result = "is not finite"
-        yield self.of_fact(
-            "error",
+        return "error", (
             f"{fact.name} {result}, and in float32 throughout it is right: its matrix is right to "
-            f"{fact.inputs:.2%}, as 16-bit products are, and that is not enough here",
-            event,
-            "# compute the matrix in float32, outside of the region, from x.float()",
+            f"{fact.inputs:.2%}, as 16-bit products are, and that is not enough here"
         )

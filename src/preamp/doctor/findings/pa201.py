@@ -7,10 +7,10 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from ...report import Finding
+from ...report.finding import Severity
 from ..records import Line, Rank
 from ..shadow.facts import Fact, spelled
-from .check import Check, on
-from .events import Deviated
+from .check import Check, on, with_evidence
 from .pa207 import PA207
 
 _WHOLE = 256
@@ -116,7 +116,7 @@ class Diagnosis:
         step, source, fact = self.step, self.origin.source, self.fact
         found = self.origin.finding(step)
         if self.tried is not None:
-            found = replace(found, fix=self.fix or found.fix, evidence={**_evidence(found), "tried": self.tried})
+            found = with_evidence(replace(found, fix=self.fix or found.fix), tried=self.tried)
         if fact is not None and fact.kind != "not finite":
             place, lost = fact.place, "zero" if fact.kind == "lost" else fact.off
             message = (
@@ -148,12 +148,8 @@ class Diagnosis:
             if source is None:
                 found = replace(found, file=file, line=line, module=None, op="a cast")
         if self.samples:
-            found = replace(found, evidence={**_evidence(found), "entries of the batch": list(self.samples)})
+            found = with_evidence(found, **{"entries of the batch": list(self.samples)})
         return found
-
-
-def _evidence(found: Finding) -> dict[str, Any]:
-    return dict(found.evidence) if isinstance(found.evidence, dict) else {}
 
 
 class PA201(Check):
@@ -164,20 +160,12 @@ class PA201(Check):
         """Whatever came first."""
         yield event.finding()
 
-    @on(Deviated)
-    def hidden_infinity(self, event: Deviated) -> Iterator[Finding]:
+    def told(self, fact: Fact) -> tuple[Severity, str]:
         """Something not finite of which another operator made finite numbers again, and wrong ones."""
-        fact = event.fact
-        if fact.code != "PA201":
-            return
-        then = (
-            "the script reads it" if fact.hidden_by is None else f"{spelled(fact.hidden_by)} makes other numbers of it"
-        )
-        yield self.of_fact(
-            "error",
+        then = f"{spelled(fact.hidden_by)} makes other numbers of it" if fact.hidden_by else "the script reads it"
+        return "error", (
             f"{fact.name} ({fact.place.direction}) makes inf or nan of finite {fact.dtype} values where float32 is "
-            f"finite, and {then}: no step is skipped for that",
-            event,
+            f"finite, and {then}: no step is skipped for that"
         )
 
     def at_end(self, rank: Rank) -> Iterator[Finding]:

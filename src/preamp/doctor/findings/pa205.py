@@ -28,7 +28,8 @@ class Tops(Observer):
 
     def __init__(self) -> None:
         self._tops: dict[Any, float] = {}
-        self._found: dict[Any, Finding] = {}
+        self._by_line: dict[Any, Finding] = {}
+        self.found = self._by_line.values()
 
     def after(self, call: Call) -> None:
         """Compare one result."""
@@ -37,13 +38,13 @@ class Tops(Observer):
             return
         if not any(t.dtype is torch.float16 for t in call.inputs):
             return  # a cast: the number is older than this line
-        key, top = (call.module, call.at), float(out.abs().max())
+        key, top = (call.place.module, call.place.at), float(out.abs().max())
         if top >= NEAR_TOP and FP16.max in {top, *(float(t.abs().max()) for t in call.inputs if t.numel())}:
             return  # torch.finfo(dtype).min as a mask: meant to be there
         if max(NEAR_TOP, self._tops.get(key, 0.0)) <= top <= FP16.max:
             room = round(math.log2(FP16.max / top), 2)
             self._tops[key] = top
-            self._found[key] = PA205.finding(
+            self._by_line[key] = PA205.finding(
                 "warning",
                 f"{call.base} gave {top:.5g} in float16, less than 2 bits below the largest number, 65504: a batch or "
                 "a learning rate away from infinity",
@@ -52,7 +53,3 @@ class Tops(Observer):
                 **call.place.where(call.base),
                 evidence={"largest magnitude": top, "dtype": "fp16", "headroom in bits": room},
             )
-
-    def found(self) -> list[Finding]:
-        """One of each line of a module."""
-        return list(self._found.values())

@@ -85,15 +85,16 @@ class PA206(Check):
         `printed`: numbers that differ; `seen`: what the doctor found in a run of mixed precision.
         """
         place = next((one for one in sorted(seen) if one.code in _NAMES_A_PLACE and one.severity != "info"), None)
-        return (*self._of_loss(found, place), *map(self._of_printed, printed))
-
-    def _of_printed(self, one: Printed) -> Finding:
-        return self.finding(
-            "warning" if all(map(math.isfinite, one.mixed)) else "error",
-            f"{one}: other seeds change it by less",
-            "# the line that computes it, or what it is computed from, runs in 16 bits: ask preamp doctor for the line",
-            evidence={"mixed": list(map(spell, one.mixed)), "full": list(map(spell, one.full))},
-        )
+        told = [
+            self.finding(
+                "warning" if all(map(math.isfinite, one.mixed)) else "error",
+                f"{one}: other seeds change it by less",
+                "# the line that computes it, or what it is computed from, runs in 16 bits: ask preamp doctor for it",
+                evidence={"mixed": list(map(spell, one.mixed)), "full": list(map(spell, one.full))},
+            )
+            for one in printed
+        ]
+        return (*self._of_loss(found, place), *told)
 
     def _of_loss(self, found: Parity, place: Finding | None) -> tuple[Finding, ...]:
         if found.verdict == "identical":

@@ -5,20 +5,21 @@ Nothing is changed and nothing is run twice.
 
 from __future__ import annotations
 
+import threading
 from collections import Counter
-from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import nn
 
-from ..findings import kinds_of
-from ..findings.events import Recomputed
+from ..findings import one_of_each
+from ..findings.events import RanInThread, Recomputed
 from ..handled import Handled
 from ..measure import key_of
 from ..names import Names
 from ..operators import Observer, Products
 from ..places import users_line
+from ..records import NOWHERE
 from ..shadow.absorbed import Changes
 from ..shadow.execution import Shadowed
 from ..shadow.facts import Absorbed, GradientSpread
@@ -27,45 +28,45 @@ from .run import Run
 from .scales import is_well_known
 
 
-class Recomputation:
-    """Follows the autocast region in which each module runs, forward and when it is recomputed."""
+class Regions:
+    """Follows the autocast region in which each module runs: forward, in other threads, and when it is recomputed."""
 
     def __init__(self, names: Names) -> None:
         self._names = names
+        self.entered: tuple[str, ...] = ()
+        """Device types for which autocast is on where the model was called."""
+        self._thread = threading.get_ident()
         self._first: dict[nn.Module, tuple[torch.dtype, ...]] = {}
-        self._differ: list[Recomputed] = []
+        self._outermost: list[Recomputed | RanInThread] = []
         self._hook: Any = nn.modules.module.register_module_forward_pre_hook(self._enter)
 
-    def close(self) -> Iterator[Recomputed]:
-        """Let go of torch's global hook; gives the outermost modules that were recomputed otherwise."""
+    def close(self) -> list[Recomputed | RanInThread]:
+        """Let go of torch's global hook; gives the outermost modules that ran otherwise."""
         self._hook.remove()
-        return iter(self._differ)
+        return self._outermost
 
     def _enter(self, module: nn.Module, _: Any) -> None:
-        now = tuple(torch.get_autocast_dtype(kind) for kind in regions_entered())
+        now, path = tuple(torch.get_autocast_dtype(kind) for kind in regions_entered()), self._names.known(module)
+        if path is None or any(f"{path}.".startswith(f"{outer.module}.") for outer in self._outermost):
+            return
         if torch._C._current_autograd_node() is None:
             self._first.setdefault(module, now)
-            return
-        before, path = self._first.get(module), self._names.get(module)
-        if before is None or before == now or path is None:
-            return
-        if not any(path == outer.module or path.startswith(f"{outer.module}.") for outer in self._differ):
-            self._differ.append(Recomputed(path, before, now, users_line()))
+            if self.entered and not now and threading.get_ident() != self._thread:
+                self._outermost.append(RanInThread(path))
+        elif self._first.get(module, now) != now:
+            self._outermost.append(Recomputed(path, self._first[module], now, users_line()))
 
 
 class Look:
     """All observers of one step that is looked at operator by operator."""
 
     def __init__(self, run: Run, handled: Handled, shadowed: Shadowed, *, replayed: bool = False) -> None:
-        self.modules = dict(run.names.items())
         self.products, self.handled, self.shadowed = Products(), handled, shadowed
-        finders: list[Observer] = [kind() for kind in kinds_of(Observer)]
-        self.observers = [*finders, self.products, self.handled, self.shadowed]
-        for observer in self.observers:
-            observer.begin(self.modules)
+        self.finders: list[Observer] = one_of_each(Observer)
+        self.observers = [*self.finders, self.products, self.handled, self.shadowed]
         self.replayed = replayed
         """Whether it is one of a replay, which has no lines of the script's inside of its models."""
-        self.recomputation = None if replayed else Recomputation(run.names)
+        self.regions = Regions(run.names)
         self.exact: dict[int, GradientSpread] = {}
         """What float16 lost of each gradient, by the parameter's id, as far as shadows show it."""
         self.parameters: dict[str, int] = {}
@@ -74,7 +75,7 @@ class Look:
     def close(self, run: Run) -> None:
         """Show operators to its observers no more."""
         run.stream.remove(*self.observers)
-        for event in () if self.recomputation is None else self.recomputation.close():
+        for event in self.regions.close():
             run.emit(event)
 
 
@@ -102,9 +103,9 @@ def _find_owners(event: Absorbed, run: Run) -> None:
                 event.module, event.buffer = path, name
     optimizer = event.optimizer
     if optimizer is not None and (event.is_moment or is_well_known(optimizer)):
-        event.made_at = run.place_of(optimizer)
+        event.made_at = run.optimizers.get(optimizer, NOWHERE)
     if optimizer is None and not event.is_gradient:
-        stepped = [p for one in run.optimizers.values() for group in one.param_groups for p in group["params"]]
+        stepped = [p for one in run.optimizers for group in one.param_groups for p in group["params"]]
         event.is_weight = any(p is event.last() or key_of(p) in event.storages for p in stepped)
     if event.is_gradient:
         event.made_at = run.backward_at
@@ -116,13 +117,3 @@ def dtypes_of(names: Names) -> dict[str, int]:
     for parameter in names.parameters():
         found[str(parameter.dtype).removeprefix("torch.")] += parameter.numel()
     return dict(found)
-
-
-def audit(products: Products, parameters: Mapping[str, int]) -> dict[str, Any]:
-    """The record of a step's forward pass; `parameters`: their dtypes then."""
-    return {
-        "flops": products.flops,
-        "low_share": products.low_share,
-        "low": sorted({str(product.dtype).removeprefix("torch.") for product in products.low}),
-        "parameters": dict(parameters),
-    }

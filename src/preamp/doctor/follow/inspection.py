@@ -13,20 +13,19 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from ...autocast import MARKER
 from ...tree import tensors
-from ..findings.check import without_repeats
-from ..findings.events import Deviated, Observed, Prepared, RanInThread
+from ..findings.events import Deviated, Observed, Prepared
 from ..findings.pa202 import row_of
 from ..handled import Handled
 from ..measure import key_of
-from ..operators import Stream, found_by
+from ..operators import Stream
 from ..places import Places
+from ..replay.tape import Tape
 from ..shadow.absorbed import Changes
 from ..shadow.execution import Shadowed
 from ..shadow.facts import GradientsRead
 from ..shadow.judge import OFF
 from ..shadow.values import gradients_beside
-from .audit import Look, audit, dtypes_of, emit_changes
-from .evaluation import Evaluation
+from .audit import Look, dtypes_of, emit_changes
 from .magnitudes import Telemetry
 from .precision import Precision, regions_entered
 from .run import Run
@@ -36,6 +35,57 @@ ENOUGH = 64
 """Model calls of one step that are inspected."""
 FACTS = 6
 """Facts of one step for which fixes are tried."""
+LOOKS, CALLS = 3, 16
+"""Evaluations of a run that are looked at, and model calls of one that are."""
+
+
+class Evaluation:
+    """Shadows the first evaluations under `no_grad`: each from a model's call to the next step."""
+
+    def __init__(self, run: Run, replay: bool) -> None:
+        self._run, self._replay = run, replay
+        self._looks = self._calls = 0
+        self._shadowed: Shadowed | None = None
+        self._changes = Changes()
+        """What is changed in place, in all of its model calls: what adds up there may stop late."""
+        self._tape = Tape(run.stream, run.tape.readings)
+        self._turn = -1
+
+    def model_called(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        """A model is about to run without gradients; what is returned is handed to `model_returned`."""
+        if self._shadowed is None:
+            if self._looks >= LOOKS or self._run.turn == self._turn:
+                return None
+            self._looks, self._calls, self._turn = self._looks + 1, 0, self._run.turn
+            self._shadowed = Shadowed(readings=self._tape.readings)
+            self._changes = Changes()
+            self._run.names.get(module)
+            self._run.stream.add(self._shadowed, self._changes, inside=module)
+        self._calls += 1
+        if self._calls > CALLS:
+            self._tape.close_window()
+            self._run.stream.remove(self._shadowed)
+            return None
+        return self._tape.enter_model(module, args, kwargs)
+
+    def model_returned(self, call: Any, out: Any) -> None:
+        """It has returned `out`."""
+        if out is not None:
+            self._tape.leave_model(call, out, keep_on=True)
+
+    def end(self) -> None:
+        """A step of the training begins, or the script is over: report what there was."""
+        shadowed, self._shadowed = self._shadowed, None
+        if shadowed is None:
+            return
+        run, facts = self._run, [*shadowed.facts, *shadowed.read_out]
+        self._tape.close_window()
+        run.stream.remove(shadowed, self._changes)
+        emit_changes(self._changes, run, run.step)
+        trials = run.trials(self._tape) if facts and self._replay else None
+        run.tell(facts, trials)
+        run.recorder.write("evaluation", step=run.step, **shadowed.told())
+        self._tape.clear()
 
 
 class Inspection:
@@ -51,7 +101,6 @@ class Inspection:
         self._changes: Changes | None = None
         """What is changed in place, from the first model call of a step to that of the next."""
         self._changes_in = 0
-        """That step."""
         self._telemetry: Telemetry | None = None
         self._turn, self._opened = -1, 0
         self._again, self._again_in = False, -1
@@ -84,14 +133,18 @@ class Inspection:
             if not compiled:
                 run.shadowed = before or Shadowed(readings=run.tape.readings)
                 run.shadowed.between = False
-                self._look = Look(run, self._handled(), run.shadowed)
+                keeps, library = lambda: self._precision.keeps_casts, lambda: self._scales.is_library
+                handled = Handled(run.names, keeps, library, self._scales.unscaled_by_hand)
+                self._look = Look(run, handled, run.shadowed)
                 run.stream.add(*self._look.observers, inside=module)
             elif turn != self._again_in:
                 self._again_in, self._again = turn, True
         if before is not None and before is not run.shadowed:
             self._tell_before(before)
         if self._look is not None:
+            run.stream.add(*self._look.finders)
             self._look.handled.in_region = bool(regions) or torch.is_autocast_enabled(MARKER)
+            self._look.regions.entered = regions
         if self._changes is not None and not compiled:
             run.stream.add(self._changes, inside=module)
         if self._telemetry is None and turn % self.every == 0:
@@ -99,7 +152,6 @@ class Inspection:
         if self._telemetry is not None and not compiled:
             self._telemetry.in_backward = False
             self._telemetry.open()
-            self._telemetry.regions = regions
 
     def wait(self, turn: int) -> None:
         """The script goes on to the batch of this turn, without a model yet: data, times and masks are made."""
@@ -110,22 +162,16 @@ class Inspection:
             run.tape.open_window(between=True)
 
     def evaluate(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
-        """A model is about to run without gradients."""
+        """A model is about to run without gradients; None where that is not looked at by itself."""
+        if self.every is None or self._look is not None or self._precision.compiled:
+            return None
         self._run.stop_waiting()
         return self.evaluation.model_called(module, args, kwargs)
-
-    def _handled(self) -> Handled:
-        return Handled(self._run.names, lambda: self._precision.keeps_casts, lambda: self._scales.is_library)
 
     @property
     def looks(self) -> bool:
         """Whether the operators of this step are looked at, as they run or in a replay."""
         return self._look is not None or self._again
-
-    @property
-    def evaluates(self) -> bool:
-        """Whether a call without gradients is to be looked at by itself."""
-        return self.every is not None and self._look is None and not self._precision.compiled
 
     def _is_close(self, turn: int) -> bool:
         """Whether operators are observed: in the first step, and then more and more rarely.
@@ -152,8 +198,7 @@ class Inspection:
     def _replay_observed(self, loss: Tensor, scale: float) -> None:
         """Replay a step of compiled code, as written and with autograd, and observe that; `scale`: on this loss."""
         tape, names = self._run.tape, self._run.names
-        handled = Handled(names, lambda: False, lambda: False)
-        look = Look(self._run, handled, Shadowed(readings=tape.readings), replayed=True)
+        look = Look(self._run, Handled(names), Shadowed(readings=tape.readings), replayed=True)
         places = Places(names.known, names.owners, Inspection._replay_observed.__code__)
         stream = Stream(lambda: places, self._run.clock)
         if self._telemetry is not None:
@@ -190,12 +235,11 @@ class Inspection:
     def after_backward(self) -> None:
         """Gradients have arrived; code that reads them may read scaled ones."""
         if self._look is not None:
+            self._run.stream.remove(*self._look.finders)  # scaled gradients are large because they are meant to be
             self._look.parameters = dtypes_of(self._run.names)  # before an unscaling lets them hold masters
             self._compare_gradients(self._look, self._scales.of_backward.scale or 1.0)
         if self._telemetry is not None:
             self._telemetry.close()
-            for path in self._telemetry.outside[:1]:
-                self._run.emit(RanInThread(path))
         if self._look is not None and self._scales.on_gradients != 1:
             grads = (p.grad for p in self._run.names.parameters() if p.grad is not None)
             self._look.handled.gradients = frozenset(key_of(grad) for grad in grads)
@@ -228,10 +272,8 @@ class Inspection:
         run, scales, look = self._run, self._scales, self._look
         self._judge()
         if look is not None and look.exact and not run.bad:
-            rows, scale = (
-                sorted(look.exact.values(), key=lambda one: (-one.lost, -one.relative)),
-                scales.of_backward.scale,
-            )
+            rows = sorted(look.exact.values(), key=lambda one: (-one.lost, -one.relative))
+            scale = scales.of_backward.scale
             run.emit(GradientsRead(rows, scale, scales.highest))
             run.recorder.write("underflow", step=run.step, scale=scale, rows=list(map(row_of, rows)))
         telemetry = self._telemetry
@@ -274,8 +316,8 @@ class Inspection:
 
     def give_up(self) -> None:
         """End the inspection and judge nothing."""
-        if self._look is not None and self._look.recomputation is not None:
-            self._look.recomputation.close()
+        if self._look is not None:
+            self._look.regions.close()
         if self._telemetry is not None:
             self._telemetry.close()
         self._look = self._changes = self._telemetry = self.every = None
@@ -288,16 +330,13 @@ class Inspection:
         run, scales = self._run, self._scales
         run.shadowed = None
         seen.close(run)
-        findings = without_repeats(found_by(seen.observers))
-        if seen.replayed:
-            named, at = run.names.get, run.tape.called_at
-            for product in seen.products.all:
-                product.at = product.at if product.at[0] else at(product.module, named)
-            lines = [(one.file, one.line) if one.file else at(one.module, named) for one in findings]
-            placed = zip(findings, lines, strict=True)
-            findings = tuple(replace(one, file=file, line=line) for one, (file, line) in placed)
-        for finding in findings:
-            run.report(finding)
+        for finding in (finding for one in seen.observers for finding in one.found):
+            file, line = finding.file, finding.line
+            if seen.replayed and file is None:
+                file, line = run.tape.called_at(finding.module, run.names.get)
+            run.report(replace(finding, file=file, line=line))
+        for product in seen.products.all if seen.replayed else ():
+            product.at = product.at if product.at[0] else run.tape.called_at(product.module, run.names.get)
         facts = [one for one in seen.shadowed.facts if one.place.direction == "forward" or one.kind == "made"]
         facts = [one for one in facts if one.kind != "not finite" or one.place.at not in run.origins][:FACTS]
         run.recorder.write("shadow", step=run.step, **seen.shadowed.told())
@@ -308,9 +347,12 @@ class Inspection:
             run.emit(Deviated(*found))
         self.ran_low |= bool(seen.products.low)
         self.decided |= any(one.kind == "decided" for one in facts)
-        run.emit(Observed(seen.products, seen.modules, seen.handled, scales.scale or 1.0, [*self._prepared()]))
+        modules, prepared = dict(run.names.items()), [*self._prepared()]
+        run.emit(Observed(seen.products, modules, seen.handled, scales.scale or 1.0, prepared))
+        low = sorted({str(product.dtype).removeprefix("torch.") for product in seen.products.low})
+        facts_of_products = {"flops": seen.products.flops, "low_share": seen.products.low_share, "low": low}
         parameters = seen.parameters or dtypes_of(run.names)
-        run.recorder.write("audit", step=run.step, **audit(seen.products, parameters))
+        run.recorder.write("audit", step=run.step, **facts_of_products, parameters=parameters)
 
     def _prepared(self) -> Iterator[Prepared]:
         for session, own in self._scales.prepared():

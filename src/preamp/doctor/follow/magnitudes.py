@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import threading
+import functools
 import weakref
 from collections.abc import Iterable
 from typing import Any
@@ -35,11 +35,6 @@ class Telemetry:
         self._hooked: set[str] = set()
         self.has_weights = False
         """Whether the weights of this step have been counted."""
-        self.regions: tuple[str, ...] = ()
-        """Device types for which autocast is on where the model was called."""
-        self.outside: list[str] = []
-        """Modules that ran in other threads, in which it is off."""
-        self._thread = threading.get_ident()
         self.in_backward = False
         """Whether what runs forward now is recomputed for the backward pass."""
 
@@ -61,8 +56,6 @@ class Telemetry:
         path = self._names.get(module)
         if path is None:
             return
-        if self.regions and threading.get_ident() != self._thread and not self.in_backward:
-            self.outside += [] if any(torch.is_autocast_enabled(kind) for kind in self.regions) else [path]
         with self._clock:
             for tensor in tensors(out):
                 if tensor.is_floating_point() and tensor.layout is torch.strided and not tensor.is_inference():
@@ -78,15 +71,12 @@ class Telemetry:
             self._count(path, "activation", tensor)
         if tensor.requires_grad and not (self.in_backward and path in self._hooked):
             self._hooked.add(path)
-            tensor.register_hook(self._counter(path))
+            tensor.register_hook(functools.partial(self._came, path))
 
-    def _counter(self, path: str) -> Any:
-        def count(grad: Tensor) -> None:
-            if grad.layout is torch.strided:
-                with self._clock:
-                    self._count(path, "activation gradient", grad)
-
-        return count
+    def _came(self, path: str, grad: Tensor) -> None:
+        if grad.layout is torch.strided:
+            with self._clock:
+                self._count(path, "activation gradient", grad)
 
     def _count(self, path: str, kind: str, tensor: Tensor) -> None:
         if tensor.is_meta:

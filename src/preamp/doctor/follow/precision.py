@@ -38,8 +38,7 @@ class Precision:
         """"module" or "function" once torch.compile was called on one."""
         self.on_first_cast: Callable[[], None] | None = None
         """Follows what the script computes from here on: the mode for that slows every operator down."""
-        self._depths: Counter[int] = Counter()
-        """Regions entered, by thread."""
+        self._depth_of_thread: Counter[int] = Counter()
         self._versions: dict[int, int] = {}
 
     def start(self) -> None:
@@ -70,7 +69,7 @@ class Precision:
 
     @property
     def _depth(self) -> int:
-        return self._depths[threading.get_ident()]
+        return self._depth_of_thread[threading.get_ident()]
 
     @property
     def keeps_casts(self) -> bool:
@@ -100,11 +99,11 @@ class Precision:
     def _enter(self, original: Any, region: Any) -> Any:
         if self._depth == 0:
             self._versions = {}
-        self._depths[threading.get_ident()] += 1
+        self._depth_of_thread[threading.get_ident()] += 1
         return self._changed(original(region))
 
     def _exit(self, original: Any, region: Any, *error: Any) -> Any:
-        self._depths[threading.get_ident()] -= 1
+        self._depth_of_thread[threading.get_ident()] -= 1
         return self._changed(original(region, *error))
 
     def _changed(self, out: Any) -> Any:
@@ -124,7 +123,7 @@ class Precision:
 
     def _begin(self) -> None:
         begin, self.on_first_cast = self.on_first_cast, None
-        if begin is not None and not self._run.attempts:
+        if begin is not None and not self._run.step:
             begin()
 
     def _default(self, original: Any, dtype: Any) -> None:

@@ -17,8 +17,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from ...report import Finding
-from ..findings import checks
-from ..findings.check import Listeners
+from ..findings import one_of_each
+from ..findings.check import Check, Listeners
 from ..findings.events import Deviated, Raised
 from ..hooks import Clock, Patches
 from ..names import Names
@@ -38,15 +38,15 @@ class Run:
     def __init__(self, recorder: Recorder, base: Path, names: Names | None = None) -> None:
         self.recorder, self.names = recorder, names or Names()
         self.patches, self.clock = Patches(self.is_followed), Clock(self._failed)
-        self.stream = Stream(self._places, self.clock, self.is_followed)
+        self.stream = Stream(lambda: Places(self.names.known, self.names.owners), self.clock, self.is_followed)
         self.tape = Tape(self.stream, Readings(), self.raised)
-        self.emit = Listeners(checks(), self.report)
-        self.optimizers: weakref.WeakValueDictionary[int, Optimizer] = weakref.WeakValueDictionary()
-        """By their ids. The script decides how long they and the models live."""
-        self.places: dict[int, Line] = {}
-        """Where each optimizer was made."""
-        self.attempts: dict[int, int] = {}
-        """Attempts to step, taken or skipped, by the optimizer's id."""
+        self.emit = Listeners(one_of_each(Check), self.report)
+        self.optimizers: weakref.WeakKeyDictionary[Optimizer, Line] = weakref.WeakKeyDictionary()
+        """Where each was made, if that was seen. The script decides how long they and the models live."""
+        self.attempts: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+        """Attempts to step, taken or skipped, of each optimizer; of this run itself where there is none."""
+        self.step = 0
+        """Attempts so far, of the optimizer that made most."""
         self.losses: list[Tensor] = []
         """What went back in this step."""
         self.shadowed: Shadowed | None = None
@@ -63,13 +63,9 @@ class Run:
         """Whether an error of the doctor has ended the observation."""
         self.on_failure: list[Callable[[], None]] = []
         self._base = base
-        self._most = 0  # attempts of an optimizer that is gone
         self._thread: threading.Thread | None = None
         self._is_alone = True
         self._reported: set[Any] = set()
-
-    def _places(self) -> Places:
-        return Places(self.names.known, self.names.owners)
 
     @property
     def is_own(self) -> bool:
@@ -109,9 +105,9 @@ class Run:
         """Let go of what is not trained by the thread that is followed."""
         self.names.keep_called(cast(int, cast(threading.Thread, self._thread).ident))
         kept = self.names.owners
-        for key, optimizer in list(self.optimizers.items()):
+        for optimizer in list(self.optimizers):
             if not any(id(p) in kept for group in optimizer.param_groups for p in group["params"]):
-                del self.optimizers[key]
+                del self.optimizers[optimizer]
 
     @property
     def is_ours(self) -> bool:
@@ -119,31 +115,23 @@ class Run:
         return self.in_model or self.in_backward or self.tape.is_replaying
 
     @property
-    def step(self) -> int:
-        """Attempts so far, of the optimizer that made most."""
-        return max((self._most, *self.attempts.values()))
-
-    @property
     def turn(self) -> int:
         """Attempts so far, of the optimizer that made fewest: two optimizers take turns, and each is inspected.
 
         One that made next to none while another made many is not used.
         """
-        made = [self.attempts.get(key, 0) for key in self.optimizers]
+        made = [self.attempts.get(optimizer, 0) for optimizer in self.optimizers]
         return min((count for count in made if count * 20 >= self.step - 4), default=self.step)
 
-    def place_of(self, optimizer: Optimizer) -> Line:
-        """Where an optimizer was made, if that was seen."""
-        return self.places.get(id(optimizer), NOWHERE)
-
-    def forget(self, key: int) -> None:
-        """An optimizer that is gone had this id."""
-        self._most = max(self._most, self.attempts.pop(key, 0))
+    def attempted(self, optimizer: Any) -> None:
+        """An optimizer has stepped, or was to step."""
+        self.attempts[optimizer] = self.attempts.get(optimizer, 0) + 1
+        self.step = max(self.step, self.attempts[optimizer])
 
     def parameters(self) -> list[Tensor]:
         """The parameters of all models, and those that optimizers step."""
         owned = self.names.owners
-        stepped = [p for one in self.optimizers.values() for g in one.param_groups for p in g["params"]]
+        stepped = [p for one in self.optimizers for g in one.param_groups for p in g["params"]]
         others = {id(p): p for p in stepped if id(p) not in owned}
         return [*self.names.parameters(), *others.values()]
 
@@ -197,15 +185,12 @@ class Run:
 
         return call
 
-    def uncaught(self, original: Any, kind: Any, error: Any, trace: Any) -> None:
-        """In place of `sys.excepthook`: the script ends by this error."""
-        if self.is_own:
-            with _uninterrupted():
-                name = getattr(kind, "__name__", str(kind))
-                self.recorder.write("raised", type=name, text=str(error)[:2000])
-                self.raised(error, trace)
-                without_ours(error)
-        original(kind, error, trace)
+    def uncaught(self, kind: Any, error: Any, trace: Any) -> None:
+        """The script ends by this error."""
+        with _uninterrupted():
+            self.recorder.write("raised", type=getattr(kind, "__name__", str(kind)), text=str(error)[:2000])
+            self.raised(error, trace)
+            without_ours(error)
 
     def _failed(self, error: Exception) -> None:
         """Record an error of the doctor, end the observation, and let the script go on undisturbed."""

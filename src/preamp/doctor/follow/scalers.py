@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -105,6 +105,7 @@ class Scalers:
         out = original(scaler, outputs)
         if isinstance(out, Tensor) and scaler.is_enabled() and not isinstance(scaler, SessionScaler):  # it has noted it
             self._scales.note(out, float(scaler.get_scale()))
+            self._scales.by_scaler = True
         return out
 
     def _unscale(self, original: Any, scaler: Any, optimizer: Optimizer) -> Any:
@@ -206,26 +207,19 @@ class Scalers:
     def _scale_loss(self, original: Any, *args: Any, **kwargs: Any) -> Iterator[Any]:
         scales, paused = self._scales, self._run.stream.paused
         scales.in_apex = True
-        region = original(*args, **kwargs)
         try:
-            with self._library():  # which puts gradients aside; the scaled loss is part of the step
-                scaled = region.__enter__()
-            try:
+            with ExitStack() as leaving:
+                after = leaving.enter_context(ExitStack())
+                with self._library():  # which puts gradients aside; the scaled loss is part of the step
+                    scaled = leaving.enter_context(original(*args, **kwargs))
+                leaving.callback(lambda: after.enter_context(paused()))  # before it flattens and unscales
                 self._note_apex(scaled, args[0] if args else None)
                 yield scaled
-            except BaseException:
-                with paused():
-                    if not region.__exit__(*sys.exc_info()):
-                        raise
-            else:
-                with paused():  # it flattens and unscales
-                    region.__exit__(None, None, None)
-                self._inspection.gradients_are_true()
+            self._inspection.gradients_are_true()
         finally:
             scales.in_apex = scales.is_pending = False
 
     def _note_apex(self, scaled: Any, loss: Any) -> None:
-        self._scales.skips_unseen = True
         if isinstance(scaled, Tensor) and isinstance(loss, Tensor) and loss.numel() == 1:
             scale = self._run.tape.factor_on(scaled) or float(scaled.detach().double() / loss.detach().double())
             if scale == scale and scale not in (0.0, 1.0, float("inf")):

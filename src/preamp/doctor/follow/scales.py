@@ -45,8 +45,6 @@ class Scales:
         """The last one used."""
         self.are_used = False
         """Whether anything scaled a loss so far."""
-        self.skips_unseen = False
-        """Whether Apex scaled one, which skips by taking the optimizer's step away."""
         self.is_pending = False
         """Whether there are gradients that are still scaled."""
         self.of_backward = Scaling()
@@ -62,15 +60,18 @@ class Scales:
         self.sessions: weakref.WeakSet[Session] = weakref.WeakSet()
         """Sessions that were made, or called `backward`."""
         self.by_session = self.in_apex = False
+        self._unscales_by_hand = False
+        """Whether the script has divided scaled gradients by their scale, with operators of its own."""
         self.unscales_itself = False
         """Whether a session goes back whose losses have scales of their own: it leaves true gradients."""
         self.scaler_at = self.schedule_at = NOWHERE
+        self.by_scaler = False
+        """Whether a scaler of torch's has scaled a loss."""
         self.updated_at: Line | None = None
         """Where the scale was updated since the last backward pass."""
         self.updates = self.schedules = self.scalers = 0
         """Since the last attempt to step; the third: scalers of torch's that were made."""
-        self._loss_at = NOWHERE
-        """Where a loss was last scaled."""
+        self._scaled_at = NOWHERE
         self._scaled: list[tuple[weakref.ref[Tensor], int, float]] = []
         """Losses with a scale on them, the number of autograd's node that made each, and the scale."""
         self.in_half = False
@@ -100,7 +101,7 @@ class Scales:
 
     def note(self, scaled: Tensor | None, scale: float, *, adapts: bool = True) -> None:
         """A loss with a scale on it; `adapts`: it comes down where gradients overflow."""
-        self.are_used, self.scale, self._loss_at = True, scale, users_line()
+        self.are_used, self.scale, self._scaled_at = True, scale, users_line()
         self.highest, self._adapts = max(scale, self.highest), adapts
         if scaled is not None:
             number = -1 if scaled.grad_fn is None else scaled.grad_fn._sequence_nr()
@@ -137,7 +138,7 @@ class Scales:
 
     def before_backward(self, losses: list[Tensor], looks: bool) -> None:
         """Whether float16 gradients will be made, and no scale is on the loss; `looks`: the step is looked at."""
-        self.gradients.before_backward(list(self._run.optimizers.values()))
+        self.gradients.before_backward(self._run.optimizers)
         if not looks and self._run.step >= 3:
             return
         self.in_half = any(map(goes_back_in_half, losses))
@@ -160,24 +161,24 @@ class Scales:
         """Gradients have arrived."""
         self.updated_at = None
         scaled = any(self.of(loss) != 1 for loss in losses) or self.in_apex
-        self.is_pending = scaled and not self.unscales_itself
+        self.is_pending = scaled and not self.unscales_itself and not self._unscales_by_hand
         scale, highest = self.scale if scaled else None, self.highest if scaled and self._adapts else None
         self.of_backward = Scaling(1.0 if scale is None else scale, self.seed_of(losses) != 1, highest)
-        self._track(losses)
-
-    def _track(self, losses: list[Tensor]) -> None:
-        """Note which gradients have a scale on them now."""
         by_scaler = any(self.noted(loss) not in (None, 1.0) for loss in losses)
-        by_scaler &= not self.in_apex and not self.by_session
-        factor = None
-        if len(losses) == 1 and not (self.by_session or self.in_apex or self.scaler_at[0]):
-            factor = self._run.tape.factor_on(losses[0])
+        by_scaler &= not (self.in_apex or self.by_session or self._unscales_by_hand)
+        is_own = len(losses) == 1 and not (self.by_session or self.in_apex or self.scaler_at[0])
+        factor = self._run.tape.factor_on(losses[0]) if is_own else None
         by_hand = factor if like_a_scale(factor) else None
-        self.gradients.after_backward(self._run.optimizers.values(), by_scaler, by_hand)
+        self.gradients.after_backward(self._run.optimizers, by_scaler, by_hand)
+
+    def unscaled_by_hand(self) -> None:
+        """The script has divided gradients by their scale itself, as it will in the steps that are not looked at."""
+        self._unscales_by_hand, self.is_pending = True, False
+        self.gradients.scaled.clear()
 
     def mixed(self, optimizer: Optimizer) -> int:
         """How many gradients are a sum of scaled and unscaled ones; asked once."""
-        count = self.gradients.mixed(optimizer)
+        count = sum(grad in self.gradients.mixed for grad in _gradients([optimizer]))
         if not count or not self.scale or self.scale == 1:
             return 0
         self.gradients.stepped(optimizer)
@@ -192,8 +193,8 @@ class Scales:
         """An optimizer is about to step, and no scaler takes that step."""
         if self.is_library or self.in_apex or self.by_session:
             return
-        own = [p for group in optimizer.param_groups for p in group["params"]]
-        of_copies, self.is_pending = self.is_pending and not self.gradients.some_scaled, False
+        own = _gradients([optimizer])
+        of_copies, self.is_pending = self.is_pending and not self.gradients.scaled, False
         is_scaled = of_copies or self.gradients.any_scaled(own)
         if is_scaled:
             self.gradients.stepped(optimizer)
@@ -212,14 +213,15 @@ class Scales:
         """Whether gradients that are about to be clipped still are scaled."""
         if self.is_library:
             return False
+        own = [p.grad for p in parameters if p.grad is not None]
         if self.in_apex or self.by_session:
             return self.is_pending
-        return self.gradients.any_scaled(parameters) or (self.is_pending and not self.gradients.all_true(parameters))
+        return self.gradients.any_scaled(own) or (self.is_pending and not self.gradients.all_true(own))
 
     def since_last(self) -> dict[str, Any]:
         """For the record: what happened since the last attempt to step."""
         facts = {name: getattr(self, name) for name in ("schedules", "updates", "scalers", "schedule_at")}
-        facts["loss_at"] = self._loss_at
+        facts["loss_at"] = self._scaled_at
         self.schedules = self.updates = self.scalers = 0
         return facts
 
@@ -233,10 +235,10 @@ class Gradients:
     """Follows the gradients of optimizers from backward pass to step; holds none of them alive."""
 
     def __init__(self) -> None:
-        self._scaled: Any = WeakTensorKeyDictionary()
+        self.scaled: Any = WeakTensorKeyDictionary()
         self._true: Any = WeakTensorKeyDictionary()
         """Unscaled in place, and not cleared since."""
-        self._mixed: Any = WeakTensorKeyDictionary()
+        self.mixed: Any = WeakTensorKeyDictionary()
         """Scaled ones were added onto unscaled ones."""
         self._versions: Any = WeakTensorKeyDictionary()
         self._used: Any = WeakTensorKeyDictionary()
@@ -245,7 +247,7 @@ class Gradients:
 
     def before_backward(self, optimizers: Iterable[Optimizer]) -> None:
         """Remember versions. Gradients that were cleared in place since they were unscaled count as new."""
-        there = list(_gradients(optimizers))
+        there = _gradients(optimizers)
         self._versions = WeakTensorKeyDictionary()
         for grad in there:
             self._versions[grad] = grad._version
@@ -253,7 +255,7 @@ class Gradients:
         for grad, some in zip(kept, _not_zero(kept), strict=True):
             if not some:
                 del self._true[grad]
-                self._mixed.pop(grad, None)
+                self.mixed.pop(grad, None)
 
     def after_backward(self, optimizers: Iterable[Optimizer], by_scaler: bool, by_hand: float | None) -> None:
         """Gradients have arrived, with a scaler's scale on them, or with the script's own in front of the loss."""
@@ -263,16 +265,16 @@ class Gradients:
             if self._versions.get(grad) == grad._version:
                 continue  # no part of this backward pass
             if by_scaler:
-                self._scaled[grad] = True
+                self.scaled[grad] = True
                 if grad in self._true:
-                    self._mixed[grad] = True
+                    self.mixed[grad] = True
             if by_hand is not None:  # by how much the script multiplied the loss
                 self._by_hand[grad] = grad._version, by_hand
 
     def unscaled(self, optimizer: Optimizer) -> None:
         """A scaler has divided an optimizer's gradients by its scale, in place."""
         for grad in _gradients([optimizer]):
-            self._scaled.pop(grad, None)
+            self.scaled.pop(grad, None)
             self._true[grad] = True
 
     def stepped(self, optimizer: Optimizer, *, by_scaler: bool = False) -> None:
@@ -280,42 +282,30 @@ class Gradients:
         for grad in _gradients([optimizer]):
             if by_scaler:
                 self._used[grad] = grad._version
-            self._scaled.pop(grad, None)
-            self._mixed.pop(grad, None)
+            self.scaled.pop(grad, None)
+            self.mixed.pop(grad, None)
 
-    @property
-    def some_scaled(self) -> bool:
-        """Whether any gradient at all is still scaled."""
-        return len(self._scaled) > 0
+    def any_scaled(self, grads: list[Tensor]) -> bool:
+        """Whether one of these is still scaled."""
+        return any(grad in self.scaled for grad in grads)
 
-    def any_scaled(self, parameters: Iterable[Tensor]) -> bool:
-        """Whether one of their gradients is still scaled."""
-        return any(p.grad is not None and p.grad in self._scaled for p in parameters)
+    def were_used(self, grads: list[Tensor]) -> bool:
+        """Whether a scaler's step had just these, and nothing has changed them since."""
+        return bool(grads) and all(self._used.get(grad) == grad._version for grad in grads)
 
-    def were_used(self, parameters: Iterable[Tensor]) -> bool:
-        """Whether a scaler's step had just these gradients, and nothing has changed them since."""
-        grads = [p.grad for p in parameters if p.grad is not None]
-        return bool(grads) and all(self._used.get(g) == g._version for g in grads)
-
-    def all_true(self, parameters: Iterable[Tensor]) -> bool:
-        """Whether their gradients were unscaled, all of them, and none grew since."""
-        grads = [p.grad for p in parameters if p.grad is not None]
-        return bool(grads) and all(g in self._true and g not in self._scaled for g in grads)
-
-    def mixed(self, optimizer: Optimizer) -> int:
-        """How many of an optimizer's gradients are a sum of scaled and unscaled ones."""
-        return sum(grad in self._mixed for grad in _gradients([optimizer]))
+    def all_true(self, grads: list[Tensor]) -> bool:
+        """Whether these were unscaled, all of them, and none grew since."""
+        return bool(grads) and all(grad in self._true and grad not in self.scaled for grad in grads)
 
     def scaled_by_hand(self, optimizer: Optimizer) -> float | None:
         """The script's own scale, where all gradients are as the backward pass left them: it was not taken off."""
-        kept = [(grad, self._by_hand.get(grad)) for grad in _gradients([optimizer])]
-        factors = {seen[1] for grad, seen in kept if seen is not None and seen[0] == grad._version}
-        whole = bool(kept) and all(seen is not None and seen[0] == grad._version for grad, seen in kept)
-        return factors.pop() if whole and len(factors) == 1 else None
+        seen = [(grad._version, self._by_hand.get(grad, (None, None))) for grad in _gradients([optimizer])]
+        factors = {factor if version == now else None for now, (version, factor) in seen}
+        return factors.pop() if len(factors) == 1 else None
 
 
-def _gradients(optimizers: Iterable[Optimizer]) -> Iterable[Tensor]:
-    return (p.grad for one in optimizers for group in one.param_groups for p in group["params"] if p.grad is not None)
+def _gradients(optimizers: Iterable[Optimizer]) -> list[Tensor]:
+    return [p.grad for one in optimizers for group in one.param_groups for p in group["params"] if p.grad is not None]
 
 
 def goes_back_in_half(loss: Tensor, limit: int = 4000) -> bool:

@@ -6,6 +6,7 @@ Loss and gradients are checked after each backward pass, before anything can be 
 from __future__ import annotations
 
 import inspect
+import weakref
 from typing import Any
 
 import torch
@@ -14,8 +15,10 @@ from torch.optim import Optimizer
 
 from ...tree import tensors
 from ..findings.events import FirstStep, WithoutMasters
+from ..measure import values_here
 from ..names import unwrapped
 from ..places import is_users, users_line
+from ..records import NOWHERE, Line
 from .inspection import Inspection
 from .precision import Precision
 from .run import Run
@@ -40,9 +43,8 @@ class Steps:
         self._run, self._scales, self._precision = run, scales, precision
         self._inspection, self._soundness = inspection, soundness
         self._limit = limit
-        self._examined: set[int] = set()
-        """Optimizers whose first step was examined."""
-        self._without_masters: set[int] = set()
+        self._examined: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+        self._without_masters: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         """Those that are asked after their first step whether they keep masters."""
         self._loss: float | None = None
         self._awaits_attempt = self._went_back = False
@@ -62,8 +64,7 @@ class Steps:
         run = self._run
         if self._awaits_attempt and self._is_stepped_otherwise:
             self._attempted(None, skipped=False)
-        elif self._awaits_attempt and run.bad and self._scales.skips_unseen:
-            self._attempted(None, skipped=True)
+        self._note_skip()
         run.names.get(module)
         run.names.is_sharded |= type(module).__name__ == "FullyShardedDataParallel"
         self._precision.model_called()
@@ -88,11 +89,22 @@ class Steps:
         """
         return not self._run.optimizers and self._versions != self._versions_now()
 
+    def _note_skip(self) -> None:
+        """Gradients that are not finite were cleared and no step taken, if so: the script has left it out, or Apex."""
+        run = self._run
+        if self._awaits_attempt and run.bad:
+            with run.stream.paused():
+                gradients = [values_here(p.grad) for p in run.parameters() if p.grad is not None]
+                left = any(bool(gradient.any()) for gradient in gradients)
+            if not left:
+                self._attempted(None, skipped=True)
+
     # -- backward passes
 
     def before_backward(self, losses: list[Tensor]) -> None:
         """The script goes back from these."""
         run, scales = self._run, self._scales
+        self._note_skip()
         run.tape.close_window()
         # a scaler that only ever skips halves its scale down to 0, by which nothing can be divided
         scale, seed = (scales.of(losses[0]) if losses else 1.0), scales.seed_of(losses)
@@ -125,21 +137,15 @@ class Steps:
 
     # -- steps
 
-    def optimizer_made(self, optimizer: Optimizer) -> None:
+    def optimizer_made(self, optimizer: Optimizer, at: Line) -> None:
         """A step may begin with it."""
         run = self._run
-        run.optimizers[id(optimizer)] = optimizer
-        if not run.attempts:
+        run.optimizers[optimizer] = at
+        if not run.step:
             with run.clock:
                 if not run.names.models:
                     run.names.search([optimizer])
                 self._await_step(0)
-
-    def forget(self, key: int) -> None:
-        """An optimizer that is gone had this id."""
-        self._run.forget(key)
-        self._examined.discard(key)
-        self._without_masters.discard(key)
 
     def _await_step(self, turn: int) -> None:
         """Bare parameters and functions call no model that could be waited for: a step begins where the last ended."""
@@ -151,12 +157,12 @@ class Steps:
 
     def before_step(self, optimizer: Optimizer) -> None:
         """An optimizer of torch's is about to step, with its gradients."""
-        run, first = self._run, id(optimizer) not in self._examined
+        run, first = self._run, optimizer not in self._examined
         if not self._went_back and any(p.grad is not None for g in optimizer.param_groups for p in g["params"]):
             self._awaits_attempt = True  # gradients that the script made without a backward pass
         with run.clock:
             if self._awaits_attempt or first:
-                run.optimizers.setdefault(id(optimizer), optimizer)  # one that was made before the watching began
+                run.optimizers.setdefault(optimizer, NOWHERE)  # one that was made before the watching began
                 if self._awaits_attempt:
                     self._close_step(optimizer)
                 if first:  # also the second of two that share a backward pass
@@ -168,24 +174,23 @@ class Steps:
             self._scales.before_step(optimizer)  # last: the step is closed with what is on its gradients
 
     def _first_step(self, optimizer: Optimizer) -> None:
-        run, at = self._run, self._run.place_of(optimizer)
-        self._examined.add(id(optimizer))
-        optimizers = list(run.optimizers.values())
+        run, optimizers = self._run, list(self._run.optimizers)
+        self._examined.add(optimizer)
         run.names.keep_stepped(optimizers)
         by_session = any(optimizer in one.optimizers.values() and one.policy.masters for one in self._scales.sessions)
         if not by_session and not hasattr(optimizer, "_amp_stash"):  # which Apex leaves
-            self._without_masters.add(id(optimizer))
-        run.emit(FirstStep(optimizer, at, optimizers, run.names))
+            self._without_masters.add(optimizer)
+        run.emit(FirstStep(optimizer, run.optimizers[optimizer], optimizers, run.names))
 
     def after_step(self, optimizer: Optimizer) -> None:
         """It has stepped."""
         run = self._run
         self._saw_step = True  # also of the second optimizer of one backward pass
         with run.clock:
-            if id(optimizer) in self._without_masters:
-                self._without_masters.remove(id(optimizer))
+            if optimizer in self._without_masters:
+                self._without_masters.remove(optimizer)
                 if _steps_halves(optimizer):
-                    run.emit(WithoutMasters(optimizer, run.place_of(optimizer), run.names))
+                    run.emit(WithoutMasters(optimizer, run.optimizers.get(optimizer, NOWHERE), run.names))
         if not self._awaits_attempt:
             return
         with run.clock:
@@ -208,7 +213,7 @@ class Steps:
         self._in_attempt = False
         self._attempted(optimizers[0], skipped=not self._saw_step or self._soundness.bad_gradients)
         for other in optimizers[1:]:
-            self._run.attempts[id(other)] = self._run.attempts.get(id(other), 0) + 1
+            self._run.attempted(other)
         self._stop_at_limit()
         return out
 
@@ -217,13 +222,13 @@ class Steps:
         if not run.is_own:
             return
         with run.clock:
-            optimizer = optimizer or next(iter(run.optimizers.values()), None)
-            step, bad = run.attempts.get(id(optimizer), 0), run.bad
+            of: Any = optimizer or next(iter(run.optimizers), run)
+            step, bad = run.attempts.get(of, 0), run.bad
             skipped = self._soundness.stepped(skipped)
             self._inspection.attempted()
             facts = {"step": step, "loss": self._loss, "scale": self._scales.scale, "skipped": skipped, "bad": bad}
             run.recorder.write("step", **facts, seconds=run.clock.seconds, **self._scales.since_last())
-            run.attempts[id(optimizer)] = step + 1
+            run.attempted(of)
             self._awaits_attempt = False
             run.losses.clear()
             run.tape.clear()

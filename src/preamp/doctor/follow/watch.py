@@ -17,7 +17,7 @@ from ...tree import tensors
 from ..hooks import is_traced
 from ..names import Names, unwrapped
 from ..places import users_line
-from ..records import Recorder
+from ..records import NOWHERE, Recorder
 from .inspection import Inspection
 from .precision import Precision
 from .run import Run
@@ -74,15 +74,11 @@ class Watch:
         self._scalers.start()
         self._precision.start()
         patches.wrap(sys, "excepthook", self._uncaught, always=True)
-        self._silence("Using `torch.compile")
+        warnings.filterwarnings("ignore", message="Using `torch.compile", category=UserWarning)  # about our hooks
+        rule = warnings.filters[0]
+        patches.on_close(lambda: rule in warnings.filters and warnings.filters.remove(rule))  # type: ignore[attr-defined]
         self._hook_calls()
         self._precision.on_first_cast = lambda: self._inspection.wait(0)
-
-    def _silence(self, message: str) -> None:
-        """Keep a warning about our hooks from the script's output."""
-        warnings.filterwarnings("ignore", message=message, category=UserWarning)
-        rule = warnings.filters[0]
-        self.run.patches.on_close(lambda: rule in warnings.filters and warnings.filters.remove(rule))  # type: ignore[attr-defined]
 
     def end(self) -> None:
         """The script is over."""
@@ -97,8 +93,11 @@ class Watch:
         self._inspection.close()
         run.tape.clear()
         run.stream.leave()
-        if run.attempts:
-            counts = {**self.scales.since_last(), "scaler_at": self.scales.scaler_at}
+        if run.step:
+            counts = {
+                **self.scales.since_last(),
+                "scaler_at": self.scales.scaler_at if self.scales.by_scaler else NOWHERE,
+            }
             run.recorder.write("end", spent=run.clock.spent, seconds=run.clock.seconds, **counts)
 
     # -- model calls: the outermost of a model that is trained; what it calls inside is not followed
@@ -112,20 +111,16 @@ class Watch:
             self._hook.remove()
             self._hook = None
 
-    def _begins(self, module: nn.Module) -> bool:
-        run = self.run
-        return not run.is_ours and torch.is_grad_enabled() and run.is_followed() and run.names.wants(module)
-
     def _enter(self, module: nn.Module, args: Any) -> None:
         if is_traced() or self.run.is_ours or not self.run.is_followed():
             return
         self._precision.called(module)
         self._inspection.leave_compiled_alone()
         kwargs = sys._getframe(1).f_locals.get("kwargs", {})
+        if not self.run.names.wants(module):
+            return
         if not torch.is_grad_enabled():
             self._evaluate(module, args, kwargs)
-            return
-        if not self._begins(module):
             return
         call = self._open(module, args, kwargs)
 
@@ -140,8 +135,6 @@ class Watch:
 
     def _evaluate(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         """A model is called without gradients, inside of a step that is looked at or outside of it."""
-        if not self._inspection.evaluates or not self.run.names.wants(module):
-            return
         call = None
         with self.run.clock:
             call = self._inspection.evaluate(module, args, kwargs)
@@ -159,14 +152,12 @@ class Watch:
 
     def _compiled(self, module: nn.Module, compiled: Any, args: Any, kwargs: Any) -> Any:
         """A call by way of `module.compile()`: torch's hooks are part of the compiled code, and ours must not be."""
-        if not self._begins(module):
+        run = self.run
+        if run.is_ours or not (torch.is_grad_enabled() and run.is_followed() and run.names.wants(module)):
             return compiled(*args, **kwargs)
         call, out = self._open(module, args, kwargs), None
         try:
-            out = compiled(*args, **kwargs)
-        except Exception as error:
-            self.run.raised(error)
-            raise
+            out = self.run.noting_errors(compiled)(*args, **kwargs)
         finally:
             self._close(call, out)
         return out
@@ -220,19 +211,20 @@ class Watch:
 
     def _uncaught(self, original: Any, kind: Any, error: Any, trace: Any) -> None:
         """The script ends by this error: would float32 have ended by it, too?"""
-        if self.run.is_own and isinstance(error, Exception):
+        if self.run.is_own:
             with self.run.clock:
-                self._inspection.close()
-                self._soundness.died(self._inspection.ran_low, self._inspection.decided)
-        self.run.uncaught(original, kind, error, trace)
+                if isinstance(error, Exception):
+                    self._inspection.close()
+                    self._soundness.died(self._inspection.ran_low, self._inspection.decided)
+            self.run.uncaught(kind, error, trace)
+        original(kind, error, trace)
 
     # -- optimizers
 
     def _made_optimizer(self, original: Any, optimizer: Optimizer, *args: Any, **kwargs: Any) -> None:
-        self.steps.forget(id(optimizer))
-        self.run.places[id(optimizer)] = users_line(optimizer)
+        at = users_line(optimizer)
         original(optimizer, *args, **kwargs)
-        self.steps.optimizer_made(optimizer)
+        self.steps.optimizer_made(optimizer, at)
 
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
         if not self.run.trains():

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from ...machine import set_random_state
-from ..measure import key_of
+from ..measure import key_of, storage_of
 from ..places import Place
 from ..records import Line
 from . import restore
@@ -114,7 +114,5 @@ def _autocast_as(kind: str, on: bool, dtype: torch.dtype) -> Iterator[None]:
 
 def identity_of(tensor: Tensor) -> StorageWeakRef | None:
     """The identity of its storage; None for a tensor without one."""
-    try:
-        return StorageWeakRef(tensor.untyped_storage())
-    except (RuntimeError, NotImplementedError):
-        return None
+    storage = storage_of(tensor)
+    return None if storage is None else StorageWeakRef(storage)

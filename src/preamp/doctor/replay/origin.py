@@ -8,7 +8,7 @@ softmax removes again does no harm.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from ...formats import name_of
 from ...tree import tensors
 from ..findings.pa201 import Operand, Origin
-from ..measure import key_of, storage_bytes
+from ..measure import key_of, storage_of
 from ..operators import Call, Observer
 from ..places import UNINITIALISED, is_view
 
@@ -48,23 +48,20 @@ class Trails(Observer):
 
     everywhere = True
 
-    def __init__(self) -> None:
+    def __init__(self, modules: Iterable[tuple[str, nn.Module]]) -> None:
         self._sources: dict[int, str] = {}
         """Parameters and buffers by storage."""
+        for path, module in modules:
+            start = path if not path or path.endswith(":") else f"{path}."
+            for name, tensor in (*module._parameters.items(), *module._buffers.items()):
+                if tensor is not None:
+                    self._sources.setdefault(key_of(tensor), start + name)
         self._trails: dict[int, _Trail] = {}
         self._count = 0
         self._read: list[tuple[Tensor, Operand | None, _Trail | None]] = []
         """What the operator that runs has read; what it overwrites is described as it was before."""
         self._reached: list[_Trail] = []
         self.leaves: dict[int, tuple[Tensor, Tensor | None, Tensor | None]] = {}
-
-    def begin(self, modules: Mapping[str, nn.Module]) -> None:
-        """Know what the models hold."""
-        for path, module in modules.items():
-            start = path if not path or path.endswith(":") else f"{path}."
-            for name, tensor in (*module._parameters.items(), *module._buffers.items()):
-                if tensor is not None:
-                    self._sources.setdefault(key_of(tensor), start + name)
 
     def before(self, call: Call) -> None:
         """Describe what is about to be overwritten."""
@@ -80,7 +77,8 @@ class Trails(Observer):
         keys, aliased = {key_of(tensor) for tensor in sick}, {key_of(tensor) for tensor, _, _ in read}
         for tensor in wrote:
             # A part that is finite says nothing of the rest of its storage.
-            whole = tensor.numel() * tensor.element_size() >= storage_bytes(tensor)
+            storage = storage_of(tensor)
+            whole = storage is None or tensor.numel() * tensor.element_size() >= storage.nbytes()
             if key_of(tensor) not in keys and (whole or key_of(tensor) not in aliased):
                 self._trails.pop(key_of(tensor), None)
         if not sick:

@@ -21,7 +21,7 @@ from ...autocast import MARKER
 from ...formats import LOW_DTYPES
 from ...machine import random_kept, random_state, set_random_state
 from ...tree import PLAIN, tensors
-from ..operators import Call, Observer, Stream, base_of, tensors_of
+from ..operators import Call, Observer, Stream, base_of
 from ..places import Place, Places, users_line
 from ..records import NOWHERE, Line
 from ..shadow.remedies import PRODUCTS, Remedy, applied, run_kept
@@ -53,13 +53,11 @@ class Tape(Observer):
         self._calls = 0
         self._is_open = self._between = False
         self._op: Op | None = None
-        """What runs now, if it is kept."""
         self.is_replaying = False
         """Whether models are called to do the step again, which is no doing of the script's."""
         self.in_region = False
         """Whether an autocast region is entered, as operators do not see."""
         self._drew = False
-        """Whether random numbers were drawn in this window."""
         self.whole = True
         """False when more was done than is kept."""
 
@@ -123,28 +121,25 @@ class Tape(Observer):
             return False
         if not self._between:
             return True
-        given = [*tensors_of(args)]
+        given = [*tensors(args)]
         low = kwargs.get("dtype") in LOW_DTYPES or any(t.dtype in LOW_DTYPES for t in given)
         return low or any(tensor_key(t) in self._known for t in given)
-
-    def before(self, call: Call) -> None:
-        """Keep an operator, before it runs."""
-        self._op = self.keep(call) if self.wants(call.func, call.args, call.kwargs) else None
 
     def after(self, call: Call) -> None:
         """An operator has given what the ones after it will read."""
         if self._op is not None:
-            self.made(self._op, call.out)
+            self._op.outputs = list(self._know(call.out))
 
     def failed(self, error: Exception) -> None:
         """An operator has raised an error."""
         self._raised(error)
 
-    def keep(self, call: Call) -> Op | None:
-        """An operator, before it runs."""
+    def before(self, call: Call) -> None:
+        """Keep an operator, before it runs."""
+        self._op = None
         if len(self._entries) >= LIMIT:
             self.whole = False
-            return None
+            return
         for tensor in call.written:
             key = tensor_key(tensor)
             if key not in self._known:
@@ -153,24 +148,18 @@ class Tape(Observer):
         if not self._drew and torch.Tag.nondeterministic_seeded in call.func.tags:
             self._drew = True  # the first that draws since a model returned; those after it go on from there
             self._entries.append(RandomState(random_state()))
-        self.readings.note(call.at)
+        self.readings.note(call.place.at)
         args, kwargs = self._refer(call.args), self._refer(call.kwargs)
-        op = Op(call.func, args, kwargs, [], call.grad_enabled, call.place, self.in_region)
-        self._entries.append(op)
-        return op
+        self._op = Op(call.func, args, kwargs, [], call.grad_enabled, call.place, self.in_region)
+        self._entries.append(self._op)
 
     def keep_grad(self, original: Any, args: Any, kwargs: Any, out: Any) -> None:
         """`torch.autograd.grad`, after it ran with a graph to go back through once more."""
         if not self._is_open or len(self._entries) >= LIMIT:
             return
         place = Place(self._stream.module, *users_line(), "forward")
-        op = Op(original, self._refer(args), self._refer(kwargs), [], True, place)
-        self._entries.append(op)
-        self.made(op, out)
-
-    def made(self, op: Op, out: Any) -> None:
-        """An operator has returned `out`."""
-        op.outputs = list(self._know(out))
+        args, kwargs = self._refer(args), self._refer(kwargs)
+        self._entries.append(Op(original, args, kwargs, list(self._know(out)), True, place))
 
     def _know(self, out: Any) -> Iterator[Key]:
         """The keys of tensors that a replay makes again."""
@@ -264,23 +253,17 @@ class Tape(Observer):
         return [env[key] for key in wanted]
 
     @contextmanager
-    def replaying(self) -> Iterator[None]:
-        """Inside, the models are called by us."""
-        flags = {part: restore.attributes_of(part) for model in self.models() for part in model.modules()}
-        self.is_replaying = True
-        try:
-            with _disable_current_modes(), random_kept():
-                yield
-        finally:
-            self.is_replaying = False
-            restore.put_back(flags)
-
-    @contextmanager
     def done_again(self) -> Iterator[None]:
         """Inside, models may be called again: it leaves no trace, and only modes entered inside see it."""
         parts = [part for model in self.models() for part in model.modules()]
-        with self.replaying(), restore.untouched(parts), restore.eager():
-            yield
+        attributes = {part: restore.attributes_of(part) for part in parts}
+        self.is_replaying = True
+        try:
+            with _disable_current_modes(), random_kept(), restore.untouched(parts), restore.eager():
+                yield
+        finally:
+            self.is_replaying = False
+            restore.put_back(attributes)
 
     @property
     def is_empty(self) -> bool:

@@ -131,8 +131,7 @@ class Trials:
     def again(self, remedy: Remedy | None, scale: float | None = None) -> Outcome:
         """Do it again, with this loss scale or as it was. What raises an error is not finite."""
         tape, names = self._tape, self._names
-        shadowed, trails = Shadowed(readings=tape.readings), Trails()
-        trails.begin(dict(names.items()))
+        shadowed, trails = Shadowed(readings=tape.readings), Trails(names.items())
         places = Places(names.get, names.owners, Trials.again.__code__)
         stream = Stream(lambda: places, Clock())
         own, is_seed, _ = self._scaling
@@ -160,7 +159,18 @@ class Trials:
             except Exception:
                 raised = True
             put_back_leaves(trails.leaves)
-            return _judged(scale, made, grads, shadowed, origin, raised)
+            with torch.no_grad():
+                forward = not raised and all(bool(t.isfinite().all()) for t in made)
+                finite = forward and all(bool(t.isfinite().all()) for t in grads)
+                finite = finite and (bool(made) or not shadowed.broke)  # an evaluation
+                shadows = [(t, shadow) for t in (*made, *grads) if (shadow := shadowed.shadows.find(t)) is not None]
+                meant = not raised and all(bool(shadow.isfinite().all()) for _, shadow in shadows)
+                gradient = math.sqrt(sum(float(g.detach().double().square().sum()) for g in grads)) / (scale or 1.0)
+                error = (
+                    shadowed.gradients_off if grads else max((relative_error(*pair) for pair in shadows), default=0.0)
+                )
+            error = error if finite else math.inf
+            return Outcome(scale, forward, finite, raised, meant, origin, gradient, error, shadowed)
 
     def _back(self, losses: list[Tensor], seed: float) -> list[Tensor]:
         """Gradients without hooks on their accumulation, such as DistributedDataParallel's, where that can be had."""
@@ -182,26 +192,25 @@ class Trials:
         line = fact.place.at
         if line not in self.plain.wrong() and all(place.at != line for place in self.plain.shadowed.errors):
             return untried(fact, self._tape, "the line runs outside of what can be done again")
-        constants = sorted(set(self.plain.shadowed.constants.get(line, ())))
-        seen = self._tape.readings
+        constants, seen = sorted(set(self.plain.shadowed.constants.get(line, ()))), self._tape.readings
         others = [each for each in fact.lines if each != line and each in seen and not seen[each].calls_module]
         lines = [line, *sorted(others, key=lambda one: seen[one].calls_layer)][:LINES]
         best: tuple[float, str, str] | None = None
         tried = 0
         broken = [line, *sorted(p for p in self.plain.wrong() if p != line and p[0] == line[0])]
-        reading = self._tape.readings.get(line)
-        function = None if reading is None else reading.function
+        function = seen[line].function if line in seen else None
         policy = self._policy_with(fact.place.module)
         for remedy in candidates(lines, broken, constants, fact.place.module, policy, function):
             if remedy.constants and best is not None:  # what is computed would be another thing
                 break
-            if remedy.text(self._device, self._tape.readings) is None:
+            if remedy.text(self._device, seen) is None:
                 continue
             tried += 1
-            outcome = self._with(remedy, fact)
-            text = remedy.text(self._device, self._tape.readings, line)  # now that a result may have been cast back
-            if text is not None and self._helps(outcome, fact) and (best is None or outcome.error < best[0] / 2):
-                best = outcome.error, text, self._told(outcome, fact)
+            outcome = self._with(remedy, self.plain.at(fact))
+            text = remedy.text(self._device, seen, line)  # now that a result may have been cast back
+            helps = text is not None and _helps(self.plain, outcome, fact)
+            if text is not None and helps and (best is None or outcome.error < best[0] / 2):
+                best = outcome.error, text, _told(self.plain, outcome, fact)
             if tried >= TRIALS or (best is not None and best[0] < OFF / 2):
                 break
         if best is None and not tried:
@@ -210,10 +219,10 @@ class Trials:
             return None, f"{tried} change{'s' * (tried > 1)} of this line and of those before it: none helps"
         return f"{best[1]}\n# tried: {best[2]}", best[2]
 
-    def _with(self, remedy: Remedy, fact: Fact) -> Outcome:
+    def _with(self, remedy: Remedy, before: float) -> Outcome:
         """The step with a remedy: where what is not finite has kept a scale from its place, with one that fits."""
         best = outcome = self.again(remedy)
-        scale = self._scaling.highest if self.plain is not None and self.plain.at(fact) == math.inf else None
+        scale = self._scaling.highest if before == math.inf else None
         while scale is not None and scale > 1 and outcome.forward and best.error >= OFF:
             if scale != self._scaling.scale:
                 outcome = self.again(remedy, scale)
@@ -242,26 +251,26 @@ class Trials:
                 return fact, fix, told
         return None
 
-    def _helps(self, outcome: Outcome, fact: Fact) -> bool:
-        plain = self.plain
-        if plain is None or not outcome.finite:
-            return False
-        others = outcome.others(plain)  # errors that it brings to light were there before
-        if others and not (plain.finite and all(plain.off(other) >= OFF for other in others)):
-            return False
-        before, left, still = plain.at(fact), outcome.at(fact), fact.place.at in outcome.wrong(fact.place.direction)
-        if before == math.inf:
-            return left <= BETTER and not (fact.kind == "not finite" and still)
-        much = left <= MUCH_BETTER * before
-        return much if still else left <= BETTER * before and (left < OFF or much)
 
-    def _told(self, outcome: Outcome, fact: Fact) -> str:
-        plain, what = self.plain, "all gradients" if fact.kind == "added up" else "the line"
-        before = math.inf if plain is None else plain.at(fact)
-        scaled = "" if plain is None or outcome.scale == plain.scale else f" at a loss scale of {outcome.scale:g}"
-        size = f", gradient norm {outcome.gradient:.3g}" if outcome.gradient else ""
-        was = "not finite" if before == math.inf else f"off by {100 * before:.2g}%"
-        return f"finite{scaled}{size}; {what} against float32: {was} -> off by {100 * outcome.at(fact):.2g}%"
+def _helps(plain: Outcome, outcome: Outcome, fact: Fact) -> bool:
+    if not outcome.finite:
+        return False
+    others = outcome.others(plain)  # errors that it brings to light were there before
+    if others and not (plain.finite and all(plain.off(other) >= OFF for other in others)):
+        return False
+    before, left, still = plain.at(fact), outcome.at(fact), fact.place.at in outcome.wrong(fact.place.direction)
+    if before == math.inf:
+        return left <= BETTER and not (fact.kind == "not finite" and still)
+    much = left <= MUCH_BETTER * before
+    return much if still else left <= BETTER * before and (left < OFF or much)
+
+
+def _told(plain: Outcome, outcome: Outcome, fact: Fact) -> str:
+    what, before = "all gradients" if fact.kind == "added up" else "the line", plain.at(fact)
+    scaled = "" if outcome.scale == plain.scale else f" at a loss scale of {outcome.scale:g}"
+    size = f", gradient norm {outcome.gradient:.3g}" if outcome.gradient else ""
+    was = "not finite" if before == math.inf else f"off by {100 * before:.2g}%"
+    return f"finite{scaled}{size}; {what} against float32: {was} -> off by {100 * outcome.at(fact):.2g}%"
 
 
 def untried(fact: Fact, tape: Tape, why: str) -> tuple[str | None, str]:
@@ -276,18 +285,3 @@ def untried(fact: Fact, tape: Tape, why: str) -> tuple[str | None, str]:
     if statement is None or text is None or text.count(_CAST) == statement.rewritten({}).count(_CAST):
         return None, f"not tried: {why}"
     return f"{text}\n# not tried: {why}", f"not tried: {why}"
-
-
-def _judged(
-    scale: float, losses: list[Tensor], grads: list[Tensor], shadowed: Shadowed, origin: Origin | None, raised: bool
-) -> Outcome:
-    with torch.no_grad():
-        forward = not raised and all(bool(t.isfinite().all()) for t in losses)
-        finite = forward and all(bool(t.isfinite().all()) for t in grads)
-        finite = finite and (bool(losses) or not shadowed.broke)  # an evaluation
-        shadows = [(t, shadow) for t in (*losses, *grads) if (shadow := shadowed.shadows.find(t)) is not None]
-        meant = not raised and all(bool(shadow.isfinite().all()) for _, shadow in shadows)
-        gradient = math.sqrt(sum(float(g.detach().double().square().sum()) for g in grads)) if finite else math.inf
-        error = shadowed.gradients_off if grads else max((relative_error(*pair) for pair in shadows), default=0.0)
-        error = error if finite else math.inf
-    return Outcome(scale, forward, finite, raised, meant, origin, gradient / (scale or 1.0), error, shadowed)

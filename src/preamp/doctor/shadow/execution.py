@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from ...formats import LOW_DTYPES
-from ...tree import PLAIN, map_tensors
+from ...tree import PLAIN, map_tensors, tensors
 from ..measure import key_of
-from ..operators import Call, base_of, tensors_of
+from ..operators import Call, base_of
 from ..places import UNINITIALISED, is_view
 from ..records import Line
 from .facts import spelled
@@ -61,17 +61,17 @@ class Shadowed(Judge):
         if not self.between:
             return True
         self._seen_between += 1
-        given = [*tensors_of(args)]
+        given = [*tensors(args)]
+        if any(map(self.shadows.has, given)):  # what is written to a shadowed storage is
+            return True
         if self._seen_between > BETWEEN[0] or any(t.numel() > BETWEEN[1] for t in given):
             return False
-        low = kwargs.get("dtype") in LOW_DTYPES or any(t.dtype in LOW_DTYPES or self.shadows.has(t) for t in given)
+        low = kwargs.get("dtype") in LOW_DTYPES or any(t.dtype in LOW_DTYPES for t in given)
         return low or (base_of(func) in _FROM_WHOLE and _default_is_low())
 
     def before(self, call: Call) -> None:
         """Run the operator on the shadows of what it is about to read."""
         self._wide = None
-        if not self.wants(call.func, call.args, call.kwargs):
-            return
         if call.base == "_local_scalar_dense":
             self.note_read(call)
         if call.place.module != self._module:
@@ -79,7 +79,7 @@ class Shadowed(Judge):
             self.shadows.module_changed()
         if not _follows(call):
             return
-        line = call.at
+        line = call.place.at
         self.readings.note(line)
         scales = call.base in _SCALE
         numbers = [n for n in call.args if type(n) is float and not (scales and abs(n) < 0.5)]
@@ -117,9 +117,9 @@ class Shadowed(Judge):
             self.judge(call, tensor, exact, before)
             self.shadows.of(tensor).copy_(exact)
         written = {id(t) for t in call.written}
-        read, gave = tuple(dict.fromkeys(map(key_of, call.given))), [*tensors_of((call.out,))]
+        read, gave = tuple(dict.fromkeys(map(key_of, call.given))), [*tensors(call.out)]
         for tensor in (*gave, *call.written):
-            self._trail[key_of(tensor)] = call.at, read
+            self._trail[key_of(tensor)] = call.place.at, read
         for out, exact in zip(gave, outs, strict=False):
             if id(out) in written or out.shape != exact.shape:
                 continue
@@ -148,7 +148,7 @@ class Shadowed(Judge):
         kwargs = {name: wide(value) for name, value in call.kwargs.items()}
         if call.base in _FROM_WHOLE and kwargs.get("dtype") is None and _default_is_low():
             kwargs["dtype"] = dtype
-        return [*tensors_of((call.func(*map(wide, call.args), **kwargs),))]
+        return [*tensors(call.func(*map(wide, call.args), **kwargs))]
 
     def nudged(self, call: Call) -> list[Tensor]:
         """What the operator gives, computed in float64, for inputs that are a rounding of float32 beside the right

@@ -102,9 +102,9 @@ class Judge(Observer):
         cause = next((one for one in causes if one is not None), None)
         hidden = next((self._hidden[key_of(t)] for t in call.given if key_of(t) in self._hidden), None)
         self._hidden.pop(key, None)
+        self.causes.pop(key, None)
         if moves:  # as wrong as what it reads
             self._hidden |= {} if hidden is None else {key: hidden}
-            self.causes.pop(key, None)
             self.causes |= {} if cause is None else {key: cause}
             return
         error = self._off_by(call, out, exact)
@@ -129,14 +129,10 @@ class Judge(Observer):
             elif bool(((seen - exact).abs() > AGREES * exact.abs()).any()) and (hides or each):
                 self._hidden[key] = hidden
         off_from = OTHERWISE if call.base in TURNS and _largest(read) >= MANY_TURNS else OFF
-        if error < off_from and constant is None:
-            self.causes.pop(key, None)
-            return
         if constant is not None:
             kind: Kind = "lost" if abs(constant) < 1 else "not finite"
             self._report(replace(self._fact(kind, call, out, error, 0.0, read), constant=constant))
         if error < off_from:
-            self.causes.pop(key, None)
             return
         if cause is not None:
             self.causes[key] = cause
@@ -210,14 +206,14 @@ class Judge(Observer):
 
     def _lines_before(self, call: Call) -> tuple[Line, ...]:
         """The line of a call, and the lines that led to what it reads, the nearest first."""
-        found, left, seen = [call.at], deque(key_of(t) for t in call.inputs), set[int]()
+        found, left, seen = [call.place.at], deque(key_of(t) for t in call.inputs), set[int]()
         while left and len(found) < 8:
             key = left.popleft()
-            line, read = self._trail.get(key, (self.shadows.cast_at.get(key, call.at), ()))
+            line, read = self._trail.get(key, (self.shadows.cast_at.get(key, call.place.at), ()))
             if key not in seen:
                 seen.add(key)
                 left.extend(read)
-                if line not in found and (line[0] == call.at[0] or (line[0] and not in_library(line[0]))):
+                if line not in found and (line[0] == call.place.at[0] or (line[0] and not in_library(line[0]))):
                     found.append(line)
         return tuple(found)
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import sys
 import textwrap
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -139,12 +139,12 @@ def candidates(
         yield Remedy((function.caller,), within=function)
 
 
-class Applied(TorchFunctionMode):
-    """Applies a remedy to what models call, line by line. `module`: the path of the module that runs now."""
+class _Applied(TorchFunctionMode):
+    """Applies a remedy to what models call, line by line."""
 
-    def __init__(self, remedy: Remedy, module: Callable[[], str | None]) -> None:
+    def __init__(self, remedy: Remedy, places: Places) -> None:
         super().__init__()
-        self._remedy, self._module = remedy, module
+        self._remedy, self._places = remedy, places
         self._made: dict[int, Tensor] = {}
         """Results of what the remedy is about, which are float32."""
         self._cast: dict[int, tuple[Line, Tensor]] = {}
@@ -156,7 +156,7 @@ class Applied(TorchFunctionMode):
         in_place = name.endswith("_") and not name.endswith("__") and id(args[0]) not in self._made
         if in_place or name in _CASTS - CASTS:
             return self._beside(func, args, kwargs)
-        at, module = walk(None).source, self._module()
+        at, module = walk(None).source, self._places.module
         if self._remedy.casts != "kept" and casts_low(name, args, kwargs) and self._remedy.covers(at, module):
             return args[0].float()
         as_another = any(isinstance(each, Tensor) for each in args[1:])  # which is float32 by the remedy
@@ -166,7 +166,7 @@ class Applied(TorchFunctionMode):
                 self._cast[id(out)] = at, out
             return out
         args, kwargs = self._given(func, args, kwargs, at)
-        with no_autocast():
+        with torch.autocast("cpu", enabled=False), torch.autocast("cuda", enabled=False):
             made = func(*args, **kwargs)
         self._made.update({id(each): each for each in tensors(made)})
         return made
@@ -212,17 +212,9 @@ def widened(tensor: Tensor) -> Tensor:
     return tensor.float() if tensor.dtype in LOW_DTYPES else tensor
 
 
-def no_autocast() -> ExitStack:
-    """No autocast region on any device."""
-    stack = ExitStack()
-    for kind in ("cpu", "cuda"):
-        stack.enter_context(torch.autocast(kind, enabled=False))
-    return stack
-
-
 def applied(remedy: Remedy | None, places: Places) -> AbstractContextManager[Any]:
     """A model runs inside with the remedy."""
-    return nullcontext() if remedy is None else Applied(remedy, lambda: places.module)
+    return nullcontext() if remedy is None else _Applied(remedy, places)
 
 
 def run_kept(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from types import FrameType
 from typing import Any, NamedTuple
 
@@ -86,7 +86,7 @@ def read_in(frame: FrameType, statement: Statement) -> Reading:
             numbers[name] = value
     made_in = {spelled for node in statement.dtypes() if (spelled := dotted(node)) is not None}
     dtypes = frozenset(spelled for spelled in made_in if _value_of(spelled, frame) in LOW_DTYPES)
-    called = _called(statement.calls(), frame)
+    called = [value for name in statement.calls() if isinstance(value := _value_of(name, frame), nn.Module)]
     return Reading(frozenset(low), numbers, hides or not all(map(_is_layer, called)), bool(called), dtypes=dtypes)
 
 
@@ -103,10 +103,6 @@ def _value_of(spelled: str, frame: FrameType) -> Any:
         return value[frame.f_locals[key] if key in frame.f_locals else ast.literal_eval(key)] if holds else None
     except (LookupError, TypeError, ValueError):
         return None
-
-
-def _called(names: Iterable[str], frame: FrameType) -> list[nn.Module]:
-    return [value for name in names if isinstance(value := _value_of(name, frame), nn.Module)]
 
 
 def _hides_low(value: Any) -> bool:

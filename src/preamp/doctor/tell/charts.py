@@ -20,7 +20,7 @@ from ...report import (
     Span,
     exponent_spans,
 )
-from ..exponents import KINDS, Row, rows_of, together
+from ..exponents import KINDS, Exponents, Row, rows_of
 from ..records import Rank
 
 ROWS = 40
@@ -41,9 +41,7 @@ BEYOND = frozenset({"PA103", "PA205"})
 
 def loss_chart(rank: Rank, worst: Finding | None = None) -> LineChart:
     """The loss of every attempt to step; skipped ones are marked, and the step of the worst finding."""
-    x = [step["step"] for step in rank.steps]
-    loss = Series("loss", x, [_number(step["loss"]) for step in rank.steps])
-    marks, spans = marked((step["step"] for step in rank.steps if step["skipped"]), "skipped")
+    loss, marks, spans = _over_steps(rank, "loss")
     if worst is not None and worst.step is not None and not any(mark.x == worst.step for mark in marks):
         marks.append(Marker(float(worst.step), None, worst.code))
     return LineChart("Loss", "step", "loss", (loss,), markers=marks, spans=spans)
@@ -53,10 +51,15 @@ def scale_chart(rank: Rank) -> LineChart | None:
     """The loss scale, if there is one that changes."""
     if len({step["scale"] for step in rank.steps}) < 2:
         return None
-    x = [step["step"] for step in rank.steps]
-    scale = Series("scale", x, [_number(step["scale"]) for step in rank.steps], steps=True)
-    marks, spans = marked((step["step"] for step in rank.steps if step["skipped"]), "skipped")
+    scale, marks, spans = _over_steps(rank, "scale", steps=True)
     return LineChart("Loss scale", "step", "scale", (scale,), y_log2=True, markers=marks, spans=spans)
+
+
+def _over_steps(rank: Rank, name: str, **options: Any) -> tuple[Series, list[Marker], list[Span]]:
+    """A number of every attempt to step, with what marks those that were skipped."""
+    values = [step[name] if isinstance(step[name], (int, float)) else None for step in rank.steps]
+    series = Series(name, [step["step"] for step in rank.steps], values, **options)
+    return series, *marked((step["step"] for step in rank.steps if step["skipped"]), "skipped")
 
 
 def picture(rank: Rank, worst: Finding | None) -> LineChart | BarChart | HeatMap:
@@ -140,15 +143,10 @@ def _worst(rows: Iterable[Row], value: Any, worse: Any) -> dict[str, dict[str, f
     return found
 
 
-def _shown(worst: dict[str, dict[str, float]], harm: Any, most: int) -> tuple[list[str], str]:
-    """The modules to show, in the model's order, and a note on the others."""
-    ranked = sorted(worst, key=lambda module: max(map(harm, worst[module].values())), reverse=True)[:most]
-    left = len(worst) - len(ranked)
-    return [m for m in worst if m in set(ranked)], f"{left} more modules are better off." if left else ""
-
-
 def _heat(title: str, worst: dict[str, dict[str, float]], label: str, harm: Any, most: int, **options: Any) -> HeatMap:
-    modules, note = _shown(worst, harm, most)
+    ranked = sorted(worst, key=lambda module: max(map(harm, worst[module].values())), reverse=True)[:most]
+    modules = [module for module in worst if module in ranked]
+    note = f"{len(worst) - len(ranked)} more modules are better off." if len(worst) > len(ranked) else ""
     values = [[worst[module].get(kind) for kind in KINDS] for module in modules]
     return HeatMap(title, [m or "(root)" for m in modules], KINDS, values, label, note=note, **options)
 
@@ -168,7 +166,7 @@ def _headroom(rows: list[Row], most: int = ROWS) -> HeatMap:
 def _histogram(rows: list[Row], step: int) -> ExponentHistogram:
     series = []
     for kind in KINDS:
-        whole = together(row.true for row in rows if row.kind == kind)
+        whole = sum((row.true for row in rows if row.kind == kind), start=Exponents(0, ()))
         if whole.some:
             shares = [count / whole.some for count in whole.counts]
             series.append(Series(kind, range(whole.first, whole.first + len(shares)), shares))
@@ -197,7 +195,3 @@ def marked(steps: Iterable[int], what: str) -> tuple[list[Marker], list[Span]]:
     marks = [Marker(row[0], None, what if row is alone[0] else "") for row in alone]
     words = {id(longest): f"{len(longest)} steps {what} in a row" if longest else ""}
     return marks, [Span(row[0], row[-1] + 1, words.get(id(row), "")) for row in several]
-
-
-def _number(value: object) -> float | None:
-    return value if isinstance(value, (int, float)) else None

@@ -14,8 +14,8 @@ from typing import Any
 from ... import __version__
 from ...report import Finding, Picture, Report, Section, to_json
 from ...report.files import write_text
-from ..findings import checks_at_end, glossary
-from ..findings.check import counted
+from ..findings import AT_END, glossary, one_of_each
+from ..findings.check import Check, counted, with_evidence
 from ..records import Rank, shown_path
 from .charts import loss_chart, magnitudes, picture, ran_fp16, scale_chart, spread
 
@@ -53,14 +53,8 @@ def told_once(findings: Iterable[Finding]) -> list[Finding]:
     for one in sorted(findings):
         place = (one.code, one.severity, one.message, one.file, one.line)
         found.setdefault(place if one.line is not None else one, []).append(one)
-    return [_with(one, **{"also in": [each.module for each in rest]}) if rest else one for one, *rest in found.values()]
-
-
-def _with(finding: Finding, **evidence: Any) -> Finding:
-    """The same with more evidence."""
-    seen = finding.evidence
-    before = {} if seen is None else seen if isinstance(seen, dict) else {"seen": seen}
-    return replace(finding, evidence={**before, **evidence})
+    several = ((one, {"also in": [each.module for each in rest]} if rest else {}) for one, *rest in found.values())
+    return [with_evidence(one, **also) if also else one for one, also in several]
 
 
 def without_echoes(findings: Iterable[Finding]) -> tuple[Finding, ...]:
@@ -77,15 +71,16 @@ _ANNOUNCED = frozenset({"PA101", "PA103", "PA205"})
 def judge(ranks: Sequence[Rank]) -> list[Finding]:
     """What only the whole run of a process shows, or what several show beside each other."""
     ranks = [rank for rank in ranks if rank.steps]
+    checks = one_of_each(Check, AT_END)
     if len(ranks) > 1:
-        return [finding for check in checks_at_end() for finding in check.among(ranks)]
-    return [finding for rank in ranks for check in checks_at_end() for finding in check.at_end(rank)]
+        return [finding for check in checks for finding in check.among(ranks)]
+    return [finding for rank in ranks for check in checks for finding in check.at_end(rank)]
 
 
 def _as_one(same: list[tuple[Finding, int]]) -> Finding:
     finding, first = min(same, key=lambda one: (one[0].step is None, one[0].step or 0, one[1]))
     where = {"first on rank": first} if len({one.step for one, _ in same}) > 1 else {}
-    return _with(finding, ranks=sorted({rank for _, rank in same}), **where)
+    return with_evidence(finding, ranks=sorted({rank for _, rank in same}), **where)
 
 
 def verdict(
