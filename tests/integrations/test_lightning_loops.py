@@ -151,6 +151,14 @@ class Idle(Plain):
         optimizer.step()
 
 
+class Fetches(Plain):
+    """Takes batches from the loader itself, of which Lightning knows no size then."""
+
+    def training_step(self, dataloader_iter: Any) -> Any:  # type: ignore[override]
+        batch, _, _ = next(dataloader_iter)
+        return self.loss(batch)
+
+
 class Sharpness(Plain):
     """Moves its weights between two backward passes, and back, as SAM does, all of it inside of `training_step`."""
 
@@ -178,7 +186,7 @@ class Untrained(Plain):
         return None
 
 
-MODULES = [Plain, StepsItself, LosesSome, Dictionary, Backwards, Twins, Idle, Sharpness, Untrained]
+MODULES = [Plain, StepsItself, LosesSome, Dictionary, Backwards, Twins, Idle, Fetches, Sharpness, Untrained]
 
 
 def fitted(kind: Any, folder: Path, plugins: list[Any], more: Any = (), **options: Any) -> tuple[Any, list[str], Any]:
@@ -265,6 +273,15 @@ def test_a_compiled_module(tmp_path: Path) -> None:
 def test_a_trainer_that_logs_nothing(tmp_path: Path) -> None:
     _, _, trainer = fitted(Plain, tmp_path, [PreampPrecision("O5")], log_every_n_steps=0)
     assert "loss_scale" not in trainer.logged_metrics
+
+
+def test_the_trainers_loop_runs_after_the_fit(tmp_path: Path) -> None:
+    """As some do to look at one more batch; there is no session then."""
+    module, _, trainer = fitted(Plain, tmp_path, [PreampPrecision("O5")], gradient_clip_val=None)
+    before = module.net[0].weight.clone()
+    batch = {"batch": ROWS[0], "batch_idx": 0}
+    loss = trainer.fit_loop.epoch_loop.automatic_optimization.run(trainer.optimizers[0], 0, batch)["loss"]
+    assert loss.isfinite() and not torch.equal(module.net[0].weight, before)
 
 
 def test_optimizers_that_are_refused_are_named_before_harm(tmp_path: Path) -> None:

@@ -86,21 +86,21 @@ class PreampPrecision(fabric.PreampPrecision, Precision):
         self, optimizer: Any, closure: Callable[[], Any] | None = None, *, model: Any = None, **kwargs: Any
     ) -> Any:
         """Run backward, hooks, clipping, and the session's step."""
-        if closure is None or not self._in_trainer:
+        if closure is None or self._session is None or not self._in_trainer:
             return super().optimizer_step(optimizer, closure, **kwargs)
         if kwargs:
             raise SessionError(f"step() got {', '.join(kwargs)}: a session steps an optimizer without arguments")
         result = closure()
-        if self._session is not None and _reads_gradients(model):
+        if _reads_gradients(model):
             self._session.unscale_(optimizer)
         self._after_closure(model, optimizer)
-        if self._session is None or (not self._ran and (model.automatic_optimization or not gradients_of(optimizer))):
+        if not self._ran and (model.automatic_optimization or not gradients_of(optimizer)):
             return result  # training_step returned None, or gradients were cleared: there is nothing to step
         report, self._ran = self.session.step(optimizer), False
         interval = model.trainer.log_every_n_steps
         if self._log and interval and model.trainer.training and (report.index + 1) % interval == 0:
-            # of no batch: where training_step fetches batches by itself, Lightning does not know their size
-            model.log_dict({name: float(value) for name, value in self._logs().items()}, batch_size=1)
+            logs = {name: float(value) for name, value in self._logs().items()}
+            model.log_dict(logs, batch_size=1)  # which Lightning asks for where a step fetches batches by itself
         return result
 
     def clip_grad_by_norm(self, optimizer: Any, clip_val: float) -> None:

@@ -179,7 +179,8 @@ class CallOrder:
             why = (
                 ", or after zero_grad(): there is nothing to step, for gradients of a loss.backward() of your own are "
                 "not multiplied by the loss scale, and would vanish as they are unscaled. Write session.backward(loss) "
-                "before each session.step(). For gradients that are made by hand, make them of session.scale(loss)"
+                "before each session.step(); in a framework's loop its own call, as Lightning's manual_backward(loss) "
+                "and Accelerate's accelerator.backward(loss). For gradients made by hand, session.scale(loss)"
                 if losses.scaled
                 else ", and no gradient has come since: it would change nothing, or repeat a step. Run "
                 "session.backward(loss) before each session.step()"

@@ -80,11 +80,16 @@ class Script:
         env = self.watched(folder, every=ONLY_FIRST if looks else None, replay=looks, offset=offset, full=full)
         begun = time.monotonic()
         with (folder / "stdout").open("wb") as out, (folder / "stderr").open("wb") as err:
-            line = list(self.line(name))
-            ended = subprocess.run(line, env=env, stdout=out, stderr=err, stdin=subprocess.DEVNULL, check=False)
+            process = subprocess.Popen(list(self.line(name)), env=env, stdout=out, stderr=err, stdin=subprocess.DEVNULL)
+            try:
+                status = process.wait()
+            finally:
+                if process.poll() is None:
+                    process.terminate()  # a launcher ends its workers then, which a kill would leave running
+                    process.wait()
         rank = next((one for one in read_ranks(folder) if one.steps), Rank(0))
         stdout, stderr = ((folder / of).read_text(encoding="utf-8", errors="replace") for of in ("stdout", "stderr"))
-        status, seconds = _as_a_shell_has_it(ended.returncode), time.monotonic() - begun
+        status, seconds = _as_a_shell_has_it(status), time.monotonic() - begun
         skipped, metrics = sum(step["skipped"] for step in rank.steps), printed_numbers(stdout)
         ran = Ran(name, full, offset, status, seconds, losses_of(rank), skipped, metrics, stderr[-600:], rank.findings)
         low = rank.facts.get("audit", {}).get("low", ())
