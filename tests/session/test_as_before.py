@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import copy
+import functools
+import gc
+import importlib
+import sys
 import threading
 import warnings
 from collections.abc import Callable
@@ -330,3 +334,31 @@ def test_states_of_a_16_bit_model_follow_its_masters(dtype: torch.dtype) -> None
         assert {state["exp_avg"].dtype for state in optimizer.state.values() if state} == {dtype}
         model(x.to(dtype)).float().square().mean().backward()
         optimizer.step()
+
+
+@pytest.mark.parametrize("outer", [False, True])
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_a_lost_session_may_end_in_the_middle_of_an_operator(level: str, outer: bool) -> None:
+    """Of plain torch's, or of its own region's: the garbage collector runs at any line, also of a kernel of ours."""
+    importlib.import_module("torch._dynamo")  # with which there are kernels for tracing, too
+    gc.collect()  # those that other tests have lost
+    model, twin, x = mlp(), mlp(), torch.randn(4, 6)
+    lost = [preamp.prepare(model, torch.optim.SGD(model.parameters(), 0.1), level=level)]
+    with lost[0].autocast():
+        model(x)
+
+    def collect(frame: Any, event: str, _: Any) -> None:
+        if lost and event == "call" and frame.f_code.co_name in ("kernel", "product"):
+            lost.clear()
+            gc.collect()
+
+    region = functools.partial(torch.autocast, "cpu", torch.bfloat16, enabled=outer)
+    with region():
+        sys.setprofile(collect)
+        try:
+            seen = twin(x)
+        finally:
+            sys.setprofile(None)
+    assert not lost
+    with region():
+        assert torch.equal(seen, twin(x))

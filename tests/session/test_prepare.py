@@ -174,13 +174,56 @@ def test_optimizers_may_have_parameters_in_common_where_gradients_are_true(level
     torch.testing.assert_close(model.state_dict(), twin.state_dict(), rtol=0, atol=bound)
 
 
-@pytest.mark.parametrize("level", [each for each in LEVELS if each not in ("O0", "O4")])
-def test_a_parameter_of_two_optimizers_is_refused_where_each_would_unscale_it(level: str) -> None:
-    model = mlp()
-    with pytest.raises(SessionError, match=r"'0\.weight' is in the SGD '0' and in the Adam '1'"):
-        preamp.prepare(model, [sgd(model), torch.optim.Adam(model.parameters(), eps=1e-4)], level=level)
-    with preamp.prepare(model, sgd(model), level=level, scale=2.0) as session:
-        assert not step(session, model, 0).skipped
+@over(
+    level=["O1", "O2", "O4", "O5"],
+    first=[torch.optim.SGD, preamp.optim.SGD],
+    second=[torch.optim.Adam, preamp.optim.Adam],
+)
+def test_optimizers_with_common_parameters_step_one_after_the_other(level: str, first: Any, second: Any) -> None:
+    """As InfoGAN has them: each has a backward pass of its own, and not every gradient is cleared in between."""
+
+    def optimizers(model: torch.nn.Module) -> list[Any]:
+        parameters = [*model.parameters()]
+        return [first(parameters[:4], 0.1, momentum=0.9), second(parameters[2:], 1e-2, eps=1e-4)]
+
+    model, twin = mlp(), mlp()
+    own, theirs = optimizers(model), optimizers(twin)
+    scale = preamp.DynamicScale(64.0, growth_interval=3) if level in ("O1", "O2") else None
+    with preamp.prepare(model, own, level=level, scale=scale) as session:
+        for index in range(12):
+            turn = index // 2 % 2
+            backward(session, model, index)
+            loss_of(twin, index).backward()
+            if index % 3 == 0:
+                session.clip_grad_norm_(0.05, optimizer=own[turn])
+                torch.nn.utils.clip_grad_norm_([p for g in theirs[turn].param_groups for p in g["params"]], 0.05)
+            session.step(own[turn])
+            theirs[turn].step()
+            if index % 4:
+                session.zero_grad(optimizer=own[turn])
+                theirs[turn].zero_grad()
+        with session.full_precision():
+            torch.testing.assert_close(model.state_dict(), twin.state_dict(), rtol=0, atol=2e-2)
+        if level in ("O1", "O2"):
+            with pytest.raises(SessionError, match="that another optimizer has stepped by"):
+                backward(session, model, 0)
+                session.step(own[0])
+                session.step(own[1])
+            session.zero_grad()
+            backward(session, model, 0)
+        if level != "O4":
+            for call in (session.step, session.unscale_):
+                with pytest.raises(SessionError, match="have parameters in common"):
+                    call()
+
+
+def test_parameters_in_common_that_a_session_does_not_take() -> None:
+    for options, cast in (({"losses": ("a", "b"), "level": "O1"}, False), ({"level": "O5"}, True)):
+        model = torch.nn.Sequential(torch.nn.Linear(8, 4)).bfloat16() if cast else mlp()
+        both = [sgd(model), torch.optim.Adam(model.parameters(), eps=1e-4)]
+        with pytest.raises(SessionError, match=r"'0\.weight' is in the SGD '0' and in the Adam '1'"):
+            preamp.prepare(model, both, **options)
+        assert all(p.dtype is (torch.bfloat16 if cast else torch.float32) for p in model.parameters())
 
 
 @pytest.mark.parametrize("level", ["O1", "O2", "O4", "O5"])

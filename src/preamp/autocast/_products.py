@@ -26,7 +26,7 @@ from torch import Tensor
 
 from ..compiling import traced_by_callers, uncompiled
 from ..formats import LOW_DTYPES, cpu_multiplies, name_of
-from ._held import HeldKernels, library_of, overload_of
+from ._held import HeldKernels, go_on, library_of, overload_of
 from ._nodes import NODES, RegionNodes
 
 MARKER = "ipu"
@@ -187,7 +187,7 @@ def _kernels(key: str, dtypes: frozenset[torch.dtype]) -> Iterator[tuple[str, Ca
 def _kernel(name: str, op: Any, key: str, dtypes: frozenset[torch.dtype]) -> Callable[..., Any]:
     """The kernel of an operator at a dispatch key; kept for the sessions that follow."""
     below = torch._C._dispatch_keyset_full_after(getattr(torch._C.DispatchKey, key))
-    redispatch, traces, narrowed = op.redispatch, key == _TRACED, _OPS.get(name, 1)
+    traces, narrowed = key == _TRACED, _OPS.get(name, 1)
     with_float32, writes, most = name in _WITH_FLOAT32, name in _WRITING, _UP_TO.get(name, 0)
     known = dtypes | LOW_DTYPES if most else dtypes
     compute = overload_of(name.removesuffix("_").removesuffix(".out")).redispatch
@@ -214,7 +214,7 @@ def _kernel(name: str, op: Any, key: str, dtypes: frozenset[torch.dtype]) -> Cal
         out = kwargs.get("out", args[0]) if writes else None
         dtype = low_dtype(args if out is None else (out, *args))
         if dtype is None or not (_applies_traced() if traces else _applies()):
-            return redispatch(keyset & below, *args, **kwargs)
+            return go_on(op, keyset & below, args, kwargs)
 
         def wide(value: Any) -> Any:
             return value.float() if isinstance(value, Tensor) and value.dtype is dtype else value

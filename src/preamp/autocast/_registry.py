@@ -27,7 +27,7 @@ from ..compiling import uncompiled
 from ..errors import PolicyError
 from ..rules import RULED_ON_CPU, OpRules, autocast_key, has_kernel, native_category
 from . import _kernels
-from ._held import HeldKernels, library_of, overload_of
+from ._held import HeldKernels, go_on, library_of, overload_of
 from ._nodes import NODES
 from ._products import COMPILED, MARKER, PRODUCTS, ruled
 from ._vmapped import VMAPPED
@@ -192,7 +192,7 @@ def _gate(op: Any, ours: _kernels.Kernel, torchs: _kernels.Kernel | None, device
         elif NODES.is_running():
             return ours(*args, **kwargs)
         if torchs is None:
-            return op.redispatch(keyset & below, *args, **kwargs)
+            return go_on(op, keyset & below, args, kwargs)
         return torchs(*args, **kwargs)
 
     return kernel

@@ -145,7 +145,7 @@ class Gradients:
 
     def true_for_good(self, inverse: Tensor | None) -> dict[Parameter, Tensor]:
         """Multiply resting gradients by `inverse`. Those of parameters with masters are returned, in float32."""
-        present = present_in([p for optimizer in self._optimizers for p in parameters_of(optimizer)])[0]
+        present = present_in(list(dict.fromkeys(chain(*map(parameters_of, self._optimizers)))))[0]
         wide = {p: self._sums.of(p) for p in self._masters.among(present)}
         if inverse is not None:
             multiply_([*wide.values(), *present_in([p for p in present if p not in wide])[1]], inverse)

@@ -6,11 +6,12 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.optim import Optimizer
 
 from ..errors import SessionError, StateError
 from ..kernels import Reading, multiply_
-from ..ledger import Gradients, gradients_of
+from ..ledger import Gradients, gradients_of, is_marked
 from ..scaling import LossScale, NoScale, Run, Skips
 
 
@@ -180,9 +181,12 @@ class PendingScales:
                 self._losses.after_step(each, reading, host_skipped, offender)
             finally:
                 if before is not None:  # they go on accumulating: bring their gradients to the new scale
-                    ratio = self._losses[each].current(device) / before
-                    for optimizer in outstanding:
-                        multiply_(gradients_of(optimizer), ratio)
+                    self.rescale(self._losses[each].current(device) / before, outstanding)
+
+    def rescale(self, ratio: Tensor, optimizers: Iterable[Optimizer]) -> None:
+        """Multiply gradients to which more may be added: those that no step has used, once each."""
+        every = {id(gradient): gradient for optimizer in optimizers for gradient in gradients_of(optimizer)}
+        multiply_([each for each in every.values() if not is_marked(each, "_preamp_stepped")], ratio)
 
     def clear(self) -> None:
         """Drop all pending updates."""

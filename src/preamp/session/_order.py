@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from itertools import chain
+from itertools import chain, combinations
 from typing import Any
 
 import torch
@@ -36,17 +36,17 @@ class CallOrder:
 
     def __init__(
         self, optimizers: Mapping[str, Optimizer], gradients: Gradients, masters: Masters, losses: Losses,
-        pending: PendingScales, full: FullPrecision, others: OtherLeaves, group: Any, is_stage: bool,
+        pending: PendingScales, full: FullPrecision, others: OtherLeaves, group: Any, is_stage: bool, shares: bool,
     ) -> None:  # fmt: skip
         self._optimizers, self._gradients, self._masters = list(optimizers.values()), gradients, masters
         self._losses, self._pending, self._full, self._group = losses, pending, full, group
-        self._others, self._is_stage = others, is_stage
+        self._others, self._is_stage, self._shares = others, is_stage, shares
         self._scaled_by_hand = False
         """Whether the session has given out a scaled loss, so that any backward pass may be that of such a one."""
         self.ours = 0
         """How many of the session's backward passes are running."""
         self._seen: dict[Optimizer, list[Parameter]] = {}
-        self._scales: dict[Optimizer, Tensor] = {}
+        self._scale: Tensor | None = None  # of the last step
         self._hooks: list[Any] = []
         self._looks, self.changed = 0 if losses.separate_scales else 8, False
         """In how many more steps changes of scaled gradients are looked for, and whether the last one had some."""
@@ -135,18 +135,25 @@ class CallOrder:
                 f"{call} inside full_precision(), which has put the gradients from before it aside: call it outside"
             )
 
-    def check_clip(self, name: str, chosen: Sequence[Optimizer], shares: bool = False) -> None:
-        """Check that there are gradients to clip: from a backward pass to the step.
+    def check_apart(self, call: str, chosen: Sequence[Optimizer]) -> None:
+        """Check that gradients of parameters that optimizers have in common are unscaled, clipped, stepped by one."""
+        if not self._shares:
+            return
+        apart = self._losses.scaled or self._masters.wanted  # else optimizers may step in turn what one has clipped
+        found = {each: None for each in self._optimizers if each in chosen or (apart and self._gradients.is_true(each))}
+        for one, two in combinations(found, 2):
+            if not set(parameters_of(one)).isdisjoint(parameters_of(two)) and (apart or "clip" in call):
+                raise SessionError(
+                    f"{call}: {type(one).__name__} and {type(two).__name__} have parameters in common, whose gradients "
+                    "would be changed once for each. Call it for one of them, optimizer=..., and step that one before "
+                    "the next backward pass, which is for the other"
+                )
 
-        `shares`: optimizers have parameters in common, which clip one by one.
-        """
+    def check_clip(self, name: str, chosen: Sequence[Optimizer]) -> None:
+        """Check that there are gradients to clip: from a backward pass to the step."""
         self.check_full(f"{name}()")
         self._looks, self.changed = 0, False  # clipping is the session's, which may change gradients before the step
-        if shares and len(chosen) > 1:
-            raise SessionError(
-                "optimizers of this session have parameters in common, whose gradients would be clipped once for each: "
-                "clip by one, clip_grad_norm_(max_norm, optimizer=optimizer)"
-            )
+        self.check_apart(f"{name}()", chosen)
         if self._is_stage or self._gradients.carried:
             due = True
         elif self._losses.scaled:
@@ -164,6 +171,7 @@ class CallOrder:
     def check_step(self, chosen: Sequence[Optimizer], steps: int) -> list[str]:
         """Check a step of some optimizers; returns the losses whose gradients it applies. `steps`: made before."""
         self.check_full("step()")
+        self.check_apart("step()", chosen)
         losses, pending = self._losses, self._pending
         if self.ours and losses.scaled:
             self._check_all_came(chosen)
@@ -180,7 +188,8 @@ class CallOrder:
                 ", or after zero_grad(): there is nothing to step, for gradients of a loss.backward() of your own are "
                 "not multiplied by the loss scale, and would vanish as they are unscaled. Write session.backward(loss) "
                 "before each session.step(); in a framework's loop its own call, as Lightning's manual_backward(loss) "
-                "and Accelerate's accelerator.backward(loss). For gradients made by hand, session.scale(loss)"
+                "and Accelerate's accelerator.backward(loss). For gradients that are made by hand, make them of "
+                "session.scale(loss)"
                 if losses.scaled
                 else ", and no gradient has come since: it would change nothing, or repeat a step. Run "
                 "session.backward(loss) before each session.step()"
@@ -192,6 +201,12 @@ class CallOrder:
             raise SessionError(
                 f"step() of this {type(again[0]).__name__} a second time after one session.backward(): its gradients "
                 "are unscaled already, and would be once more. Step each optimizer once for each backward pass"
+            )
+        every = chain.from_iterable(map(gradients_of, chosen)) if once and self._shares else ()
+        if any(is_marked(gradient, "_preamp_stepped") for gradient in every):
+            raise SessionError(
+                f"step() of {type(chosen[0]).__name__} takes gradients that another optimizer has stepped by, and that "
+                "are unscaled already: run session.backward(loss) for each of them, and clear gradients in between"
             )
         if self._looks:
             self._looks -= 1
@@ -241,23 +256,25 @@ class CallOrder:
     def stepped(self, chosen: Sequence[Optimizer], scale: Tensor) -> None:
         """Mark gradients as used by a step, under this loss scale."""
         for each in chosen:
-            self._scales[each] = scale
-            some = [parameter.grad for parameter in self._seen.get(each, ())]
-            mark(some or gradients_of(each)[:1], "_preamp_stepped")
+            some = [parameter.grad for parameter in self._seen.get(each, ()) if not self._shares]
+            mark(some or gradients_of(each)[: None if self._shares else 1], "_preamp_stepped")
+        self._scale = scale
 
     def before_pass(self, loss: Tensor, scale: LossScale) -> None:
         """Have gradients that a step has used, and nobody has cleared, be clipped as there, and get a pass's scale."""
         if self._losses.scaled:
             self._others.find(loss)
         for each in {**self._seen, **self._gradients.clipped}:
-            some = self._seen.get(each) or parameters_of(each)
+            some = self._seen.get(each) if not self._shares else None
+            some = some or list(parameters_of(each))
             kept = [p for p in some if p.grad is not None and is_marked(p.grad, "_preamp_stepped")]
             if kept and each in self._gradients.clipped:
                 self._gradients.shrink(self._gradients.clipped.pop(each))
             if kept and each in self._seen and not self._losses.separate_scales:
-                now, every = scale.current(self._gradients.device), list(parameters_of(each))
+                assert self._scale is not None
+                now, every = scale.current(self._gradients.device), kept if self._shares else list(parameters_of(each))
                 multiply_(present_in([p for p in every if p not in self._masters])[1], now)
-                multiply_(present_in(self._masters.among(every))[1], now / self._scales[each])  # no step unscales them
+                multiply_(present_in(self._masters.among(every))[1], now / self._scale)  # no step unscales them
 
     def _check_scaled_somewhere(self, ran: Sequence[str]) -> None:
         """Check before the first step that some stage has scaled its loss; a host sync."""

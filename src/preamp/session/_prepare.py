@@ -104,8 +104,8 @@ def prepare(
     _check_wrapping(models, chosen)
     if release_gradients:
         check_release(models.values(), optimizers, scales, group)
-    plain = chosen.params is torch.float32 and all(each.kind == "none" for each in scales.values())
-    shares = _check_parameters(models, optimizers, plain and not release_gradients)
+    own_scales = len(scales) > 1 and any(each.kind != "none" for each in scales.values())
+    shares = _check_parameters(models, optimizers, not own_scales and not release_gradients)
     masters = masters_for(chosen, optimizers.values())
     _warn_of_float64(models, chosen)
     for each_optimizer in optimizers.values() if not chosen.masters else ():
@@ -231,10 +231,10 @@ def _make_one(given: Any) -> str:
     return f"Make one first: optimizer = {made}(model.parameters())"
 
 
-def _check_parameters(models: Mapping[str, nn.Module], optimizers: Mapping[str, Optimizer], plain: bool) -> bool:
+def _check_parameters(models: Mapping[str, nn.Module], optimizers: Mapping[str, Optimizer], may_share: bool) -> bool:
     """Check that every optimizer steps something of the models, once. Returns whether optimizers share parameters.
 
-    `plain`: they may, since gradients are not scaled and there are no masters.
+    `may_share`: they may, since gradients are those of one loss scale, and wait for a step.
     """
     known = {p: path for path, p in named_parameters(models)}
     owners: dict[nn.Parameter, str] = {}
@@ -262,11 +262,11 @@ def _check_parameters(models: Mapping[str, nn.Module], optimizers: Mapping[str, 
                     "parameter once: list(dict.fromkeys(parameters))"
                 )
             shares |= owner is not called
-            if owner is not called and not plain:
+            if owner is not called and (not may_share or parameter.dtype in LOW_DTYPES):
                 raise SessionError(
-                    f"the parameter {path!r} is in {owner} and in {called}: each would unscale its gradient once more, "
-                    "and swap its master. Give it to one of them, or make one optimizer with two groups, or use "
-                    "level='O4' or 'O0', which have neither scale nor masters"
+                    f"the parameter {path!r} is in {owner} and in {called}. A session takes that with float32 weights "
+                    "and one loss scale, without release_gradients: give it to one of them, or make one optimizer "
+                    "with two groups"
                 )
     return shares
 

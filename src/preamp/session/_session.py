@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from ..compiling import traced_by_callers, uncompiled
 from ..errors import SessionError
 from ..frameworks import unwrap
-from ..kernels import clip_values_, multiply_
+from ..kernels import clip_values_
 from ..ledger import Gradients, Masters, clear_gradients, gradients_of
 from ..modules import Conversion
 from ..optim import FusedOptimizer
@@ -83,7 +83,16 @@ class Session:
         self._steps.wrappers = {optimizers[k]: v for k, v in (given or {}).items() if v is not optimizers[k]}
         self._steps.follow(self._steps.wrappers.values())
         self._order = CallOrder(
-            optimizers, self._gradients, masters, losses, self._pending, full, self._steps.others, group, self.is_stage
+            optimizers,
+            self._gradients,
+            masters,
+            losses,
+            self._pending,
+            full,
+            self._steps.others,
+            group,
+            self.is_stage,
+            shares,
         )
         self._rates, self._closed, self._in_regions = Rates(), False, False
         self._opened: dict[int, SessionRegion] = {}
@@ -269,8 +278,10 @@ class Session:
         """
         self._needs_gradients("unscale_()")
         self._order.check_full("unscale_()")
+        chosen = checks.selected(self._optimizers, optimizer)
+        self._order.check_apart("unscale_()", chosen)
         with _OutsideRegions():
-            for each in checks.selected(self._optimizers, optimizer):
+            for each in chosen:
                 if not self._gradients.is_true(each):  # else ranks would wait for one that calls this alone
                     self._steps.read(each)
                     self._gradients.make_true(each)
@@ -293,7 +304,7 @@ class Session:
         self._needs_gradients("clip_grad_norm_()")
         most, order = checks.check_limit("clip_grad_norm_", max_norm), float(norm_type)
         chosen = checks.selected(self._optimizers, optimizer)
-        self._order.check_clip("clip_grad_norm_", chosen, self._shares)
+        self._order.check_clip("clip_grad_norm_", chosen)
         with _OutsideRegions():
             for each in chosen:
                 self._steps.read(each)
@@ -489,9 +500,8 @@ class Session:
         before = self._losses.shared.current(self._gradients.device)
         self._losses.load_state_dict(state["losses"])
         ratio = self._losses.shared.current(self._gradients.device) / before
-        for each in self._optimizers.values() if self._pending.running else ():
-            if not self._pending.has_stepped(each):
-                multiply_(gradients_of(each), ratio)  # more may be added to them
+        if self._pending.running:
+            self._pending.rescale(ratio, [o for o in self._optimizers.values() if not self._pending.has_stepped(o)])
         self._attempts, self._losses.skips = int(state["steps"]), Skips(int(state["skipped"]))
         self._steps.loads += 1
         self._pending.clear()
