@@ -137,8 +137,6 @@ class CallOrder:
 
     def check_apart(self, call: str, chosen: Sequence[Optimizer]) -> None:
         """Check that gradients of parameters that optimizers have in common are unscaled, clipped, stepped by one."""
-        if not self._shares:
-            return
         apart = self._losses.scaled or self._masters.wanted  # else optimizers may step in turn what one has clipped
         found = {each: None for each in self._optimizers if each in chosen or (apart and self._gradients.is_true(each))}
         for one, two in combinations(found, 2):
@@ -153,7 +151,8 @@ class CallOrder:
         """Check that there are gradients to clip: from a backward pass to the step."""
         self.check_full(f"{name}()")
         self._looks, self.changed = 0, False  # clipping is the session's, which may change gradients before the step
-        self.check_apart(f"{name}()", chosen)
+        if self._shares:
+            self.check_apart(f"{name}()", chosen)
         if self._is_stage or self._gradients.carried:
             due = True
         elif self._losses.scaled:
@@ -171,7 +170,8 @@ class CallOrder:
     def check_step(self, chosen: Sequence[Optimizer], steps: int) -> list[str]:
         """Check a step of some optimizers; returns the losses whose gradients it applies. `steps`: made before."""
         self.check_full("step()")
-        self.check_apart("step()", chosen)
+        if self._shares:
+            self.check_apart("step()", chosen)
         losses, pending = self._losses, self._pending
         if self.ours and losses.scaled:
             self._check_all_came(chosen)
@@ -202,8 +202,7 @@ class CallOrder:
                 f"step() of this {type(again[0]).__name__} a second time after one session.backward(): its gradients "
                 "are unscaled already, and would be once more. Step each optimizer once for each backward pass"
             )
-        every = chain.from_iterable(map(gradients_of, chosen)) if once and self._shares else ()
-        if any(is_marked(gradient, "_preamp_stepped") for gradient in every):
+        if once and self._shares and any(is_marked(g, "_preamp_stepped") for o in chosen for g in gradients_of(o)):
             raise SessionError(
                 f"step() of {type(chosen[0]).__name__} takes gradients that another optimizer has stepped by, and that "
                 "are unscaled already: run session.backward(loss) for each of them, and clear gradients in between"

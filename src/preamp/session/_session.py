@@ -279,7 +279,8 @@ class Session:
         self._needs_gradients("unscale_()")
         self._order.check_full("unscale_()")
         chosen = checks.selected(self._optimizers, optimizer)
-        self._order.check_apart("unscale_()", chosen)
+        if self._shares:
+            self._order.check_apart("unscale_()", chosen)
         with _OutsideRegions():
             for each in chosen:
                 if not self._gradients.is_true(each):  # else ranks would wait for one that calls this alone
