@@ -188,6 +188,20 @@ def test_gradients_from_before_prepare_count_in_full(level: str, kind: str) -> N
         session.close()
 
 
+@over(level=LEVELS, kind=OPTIMIZERS)
+def test_gradients_from_before_prepare_may_be_too_small_for_16_bits(level: str, kind: str) -> None:
+    """2^-28 is nothing in float16, until it is multiplied by the loss scale."""
+    model = nn.Linear(4, 1, bias=False)
+    nn.init.zeros_(model.weight)
+    model.weight.grad = torch.full((1, 4), 2.0**-28)
+    optimizer = OPTIMIZERS[kind](model.parameters(), lr=2.0**28)
+    scale = 2.0**12 if level in ("O1", "O2") else None
+    with preamp.prepare(model, optimizer, level=level, scale=scale) as session:
+        backward(session, model, BATCH * 0)
+        session.step()
+    assert model.weight.tolist() == [[-1.0] * 4]
+
+
 @over(level=LEVELS, read=[None, *READS])
 def test_close_between_backward_and_step_leaves_true_gradients(level: str, read: str | None) -> None:
     model, optimizer, session = prepared(level, "torch")
