@@ -217,6 +217,33 @@ def test_optimizers_with_common_parameters_step_one_after_the_other(level: str, 
                     call()
 
 
+@over(level=["O1", "O2", "O5"], kind=[torch.optim.SGD, preamp.optim.SGD])
+def test_a_parameter_that_comes_into_a_second_optimizer_later(level: str, kind: Any) -> None:
+    model = mlp()
+    first, second = (kind(list(model.parameters())[part], lr=0.1) for part in (slice(0, 4), slice(4, None)))
+    with preamp.prepare(model, [first, second], level=level) as session:
+        assert not step(session, model, 0).skipped
+        second.add_param_group({"params": [model[0].weight]})
+        before = model[0].weight.detach().clone()
+        backward(session, model, 1)
+        with pytest.raises(SessionError, match="have parameters in common"):
+            session.step()
+        assert torch.equal(model[0].weight, before)
+        assert not session.step(second).skipped and not torch.equal(model[0].weight, before)
+
+
+def test_a_parameter_that_comes_into_a_second_optimizer_of_several_losses() -> None:
+    model = mlp()
+    parameters = list(model.parameters())
+    first, second = (torch.optim.SGD(own, lr=0.1) for own in (parameters[:4], parameters[4:]))
+    with preamp.prepare(model, [first, second], level="O1", losses=("a", "b")) as session:
+        second.add_param_group({"params": [model[0].weight]})
+        with session.autocast():
+            loss = loss_of(model, 0)
+        with pytest.raises(SessionError, match="two losses with scales of their own"):
+            session.backward(loss, name="a")
+
+
 def test_parameters_in_common_that_a_session_does_not_take() -> None:
     for options, cast in (({"losses": ("a", "b"), "level": "O1"}, False), ({"level": "O5"}, True)):
         model = torch.nn.Sequential(torch.nn.Linear(8, 4)).bfloat16() if cast else mlp()

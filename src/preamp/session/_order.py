@@ -36,11 +36,13 @@ class CallOrder:
 
     def __init__(
         self, optimizers: Mapping[str, Optimizer], gradients: Gradients, masters: Masters, losses: Losses,
-        pending: PendingScales, full: FullPrecision, others: OtherLeaves, group: Any, is_stage: bool, shares: bool,
+        pending: PendingScales, full: FullPrecision, others: OtherLeaves, group: Any, is_stage: bool,
     ) -> None:  # fmt: skip
         self._optimizers, self._gradients, self._masters = list(optimizers.values()), gradients, masters
         self._losses, self._pending, self._full, self._group = losses, pending, full, group
-        self._others, self._is_stage, self._shares = others, is_stage, shares
+        self._others, self._is_stage = others, is_stage
+        self.shares, self._counted = False, 0
+        """Whether optimizers have parameters in common."""
         self._scaled_by_hand = False
         """Whether the session has given out a scaled loss, so that any backward pass may be that of such a one."""
         self.ours = 0
@@ -67,8 +69,21 @@ class CallOrder:
 
     # -- backward
 
+    def _find_common(self) -> None:
+        """Look for parameters that optimizers have in common, where there are more than at the last look."""
+        groups = [group["params"] for optimizer in self._optimizers for group in optimizer.param_groups]
+        if (count := sum(map(len, groups))) != self._counted:
+            self._counted, self.shares = count, len(set(chain.from_iterable(groups))) < count
+        if self.shares and self._losses.separate_scales:
+            raise SessionError(
+                "add_param_group() has given an optimizer parameters that another one has, whose gradients would be "
+                "those of two losses with scales of their own: give them to one optimizer"
+            )
+
     def check_backward(self) -> None:
         """Check before a backward pass that somebody steps its gradients, and that they fit those that are there."""
+        if len(self._optimizers) > 1:
+            self._find_common()
         if not self._optimizers and (self._losses.scaled or len(self._masters)):
             self._nobody_steps()
         if self._gradients.stepping is not None and (self._losses.scaled or len(self._masters)):
@@ -137,6 +152,8 @@ class CallOrder:
 
     def check_apart(self, call: str, chosen: Sequence[Optimizer]) -> None:
         """Check that gradients of parameters that optimizers have in common are unscaled, clipped, stepped by one."""
+        if not self.shares:
+            return
         apart = self._losses.scaled or self._masters.wanted  # else optimizers may step in turn what one has clipped
         found = {each: None for each in self._optimizers if each in chosen or (apart and self._gradients.is_true(each))}
         for one, two in combinations(found, 2):
@@ -151,8 +168,7 @@ class CallOrder:
         """Check that there are gradients to clip: from a backward pass to the step."""
         self.check_full(f"{name}()")
         self._looks, self.changed = 0, False  # clipping is the session's, which may change gradients before the step
-        if self._shares:
-            self.check_apart(f"{name}()", chosen)
+        self.check_apart(f"{name}()", chosen)
         if self._is_stage or self._gradients.carried:
             due = True
         elif self._losses.scaled:
@@ -170,7 +186,8 @@ class CallOrder:
     def check_step(self, chosen: Sequence[Optimizer], steps: int) -> list[str]:
         """Check a step of some optimizers; returns the losses whose gradients it applies. `steps`: made before."""
         self.check_full("step()")
-        if self._shares:
+        if len(self._optimizers) > 1:
+            self._find_common()
             self.check_apart("step()", chosen)
         losses, pending = self._losses, self._pending
         if self.ours and losses.scaled:
@@ -202,7 +219,7 @@ class CallOrder:
                 f"step() of this {type(again[0]).__name__} a second time after one session.backward(): its gradients "
                 "are unscaled already, and would be once more. Step each optimizer once for each backward pass"
             )
-        if once and self._shares and any(is_marked(g, "_preamp_stepped") for o in chosen for g in gradients_of(o)):
+        if once and self.shares and any(is_marked(g, "_preamp_stepped") for o in chosen for g in gradients_of(o)):
             raise SessionError(
                 f"step() of {type(chosen[0]).__name__} takes gradients that another optimizer has stepped by, and that "
                 "are unscaled already: run session.backward(loss) for each of them, and clear gradients in between"
@@ -255,8 +272,8 @@ class CallOrder:
     def stepped(self, chosen: Sequence[Optimizer], scale: Tensor) -> None:
         """Mark gradients as used by a step, under this loss scale."""
         for each in chosen:
-            some = [parameter.grad for parameter in self._seen.get(each, ()) if not self._shares]
-            mark(some or gradients_of(each)[: None if self._shares else 1], "_preamp_stepped")
+            some = [parameter.grad for parameter in self._seen.get(each, ()) if not self.shares]
+            mark(some or gradients_of(each)[: None if self.shares else 1], "_preamp_stepped")
         self._scale = scale
 
     def before_pass(self, loss: Tensor, scale: LossScale) -> None:
@@ -264,14 +281,14 @@ class CallOrder:
         if self._losses.scaled:
             self._others.find(loss)
         for each in {**self._seen, **self._gradients.clipped}:
-            some = self._seen.get(each) if not self._shares else None
+            some = self._seen.get(each) if not self.shares else None
             some = some or list(parameters_of(each))
             kept = [p for p in some if p.grad is not None and is_marked(p.grad, "_preamp_stepped")]
             if kept and each in self._gradients.clipped:
                 self._gradients.shrink(self._gradients.clipped.pop(each))
             if kept and each in self._seen and not self._losses.separate_scales:
                 assert self._scale is not None
-                now, every = scale.current(self._gradients.device), kept if self._shares else list(parameters_of(each))
+                now, every = scale.current(self._gradients.device), kept if self.shares else list(parameters_of(each))
                 multiply_(present_in([p for p in every if p not in self._masters])[1], now)
                 multiply_(present_in(self._masters.among(every))[1], now / self._scale)  # no step unscales them
 

@@ -105,7 +105,7 @@ def prepare(
     if release_gradients:
         check_release(models.values(), optimizers, scales, group)
     own_scales = len(scales) > 1 and any(each.kind != "none" for each in scales.values())
-    shares = _check_parameters(models, optimizers, not own_scales and not release_gradients)
+    _check_parameters(models, optimizers, not own_scales and not release_gradients)
     masters = masters_for(chosen, optimizers.values())
     _warn_of_float64(models, chosen)
     for each_optimizer in optimizers.values() if not chosen.masters else ():
@@ -127,7 +127,7 @@ def prepare(
         group = flat_group(models.values()) if group is None else group
         session = Session(
             models, optimizers, chosen, Losses(scales), masters, conversions, device_type, skip, group, given, earlier,
-            shares, why, release_gradients,
+            why, release_gradients,
         )  # fmt: skip
     except BaseException:
         for conversion in conversions:
@@ -231,14 +231,13 @@ def _make_one(given: Any) -> str:
     return f"Make one first: optimizer = {made}(model.parameters())"
 
 
-def _check_parameters(models: Mapping[str, nn.Module], optimizers: Mapping[str, Optimizer], may_share: bool) -> bool:
-    """Check that every optimizer steps something of the models, once. Returns whether optimizers share parameters.
+def _check_parameters(models: Mapping[str, nn.Module], optimizers: Mapping[str, Optimizer], may_share: bool) -> None:
+    """Check that every optimizer steps something of the models, once.
 
-    `may_share`: they may, since gradients are those of one loss scale, and wait for a step.
+    `may_share`: optimizers may have parameters in common, whose gradients have one loss scale and wait for a step.
     """
     known = {p: path for path, p in named_parameters(models)}
     owners: dict[nn.Parameter, str] = {}
-    shares = False
     for name, optimizer in optimizers.items():
         called, own = _called(name, optimizer), Counter(parameters_of(optimizer))
         if not known and own:
@@ -261,14 +260,12 @@ def _check_parameters(models: Mapping[str, nn.Module], optimizers: Mapping[str, 
                     "that these share: each step would unscale and step it twice. Make the optimizer with each "
                     "parameter once: list(dict.fromkeys(parameters))"
                 )
-            shares |= owner is not called
             if owner is not called and (not may_share or parameter.dtype in LOW_DTYPES):
                 raise SessionError(
                     f"the parameter {path!r} is in {owner} and in {called}. A session takes that with float32 weights "
                     "and one loss scale, without release_gradients: give it to one of them, or make one optimizer "
                     "with two groups"
                 )
-    return shares
 
 
 def _called(name: str, optimizer: Optimizer) -> str:

@@ -59,7 +59,7 @@ class Session:
         self, models: Mapping[str, nn.Module], optimizers: Mapping[str, Optimizer], policy: Policy, losses: Losses,
         masters: Masters, conversions: Sequence[Conversion], device_type: str, skip: str = "auto", group: Any = None,
         given: Mapping[str, Any] | None = None, earlier: Mapping[nn.Parameter, Tensor] | None = None,
-        shares: bool = False, why: str | None = None, release: bool = False,
+        why: str | None = None, release: bool = False,
     ) -> None:  # fmt: skip
         # first, since another session's rules may forbid it; called by close(), or at the end of a session not closed
         self._release_kernels = weakref.finalize(self, held_kernels(policy, device_type))
@@ -73,7 +73,7 @@ class Session:
         """The report of the last `step`."""
         self._models, self._optimizers = dict(models), dict(optimizers)
         self._losses, self._masters, self._conversions = losses, masters, list(conversions)
-        self._group, self._shares, self._why, self._attempts = group, shares, why, 0
+        self._group, self._why, self._attempts = group, why, 0
         self._has_regions = policy.has_regions
         own = list(optimizers.values())
         self._gradients = Gradients(masters, own, device_type, group)
@@ -83,16 +83,7 @@ class Session:
         self._steps.wrappers = {optimizers[k]: v for k, v in (given or {}).items() if v is not optimizers[k]}
         self._steps.follow(self._steps.wrappers.values())
         self._order = CallOrder(
-            optimizers,
-            self._gradients,
-            masters,
-            losses,
-            self._pending,
-            full,
-            self._steps.others,
-            group,
-            self.is_stage,
-            shares,
+            optimizers, self._gradients, masters, losses, self._pending, full, self._steps.others, group, self.is_stage
         )
         self._rates, self._closed, self._in_regions = Rates(), False, False
         self._opened: dict[int, SessionRegion] = {}
@@ -279,8 +270,7 @@ class Session:
         self._needs_gradients("unscale_()")
         self._order.check_full("unscale_()")
         chosen = checks.selected(self._optimizers, optimizer)
-        if self._shares:
-            self._order.check_apart("unscale_()", chosen)
+        self._order.check_apart("unscale_()", chosen)
         with _OutsideRegions():
             for each in chosen:
                 if not self._gradients.is_true(each):  # else ranks would wait for one that calls this alone
@@ -309,7 +299,7 @@ class Session:
         with _OutsideRegions():
             for each in chosen:
                 self._steps.read(each)
-            return self._gradients.clip_by_norm(chosen, most, order, at_once=self._shares)
+            return self._gradients.clip_by_norm(chosen, most, order, at_once=self._order.shares)
 
     @uncompiled
     def clip_grad_value_(self, clip_value: float, *, optimizer: Optimizer | None = None) -> None:
