@@ -41,14 +41,13 @@ class CallOrder:
         self._optimizers, self._gradients, self._masters = list(optimizers.values()), gradients, masters
         self._losses, self._pending, self._full, self._group = losses, pending, full, group
         self._others, self._is_stage = others, is_stage
-        self.shares, self._counted = False, 0
-        """Whether optimizers have parameters in common."""
+        self.shares, self._counted = False, 0  # whether optimizers have parameters in common, and how many in all
         self._scaled_by_hand = False
         """Whether the session has given out a scaled loss, so that any backward pass may be that of such a one."""
         self.ours = 0
         """How many of the session's backward passes are running."""
         self._seen: dict[Optimizer, list[Parameter]] = {}
-        self._scale: Tensor | None = None  # of the last step
+        self._scale = torch.ones((), device="cpu")  # of the last step
         self._hooks: list[Any] = []
         self._looks, self.changed = 0 if losses.separate_scales else 8, False
         """In how many more steps changes of scaled gradients are looked for, and whether the last one had some."""
@@ -281,13 +280,11 @@ class CallOrder:
         if self._losses.scaled:
             self._others.find(loss)
         for each in {**self._seen, **self._gradients.clipped}:
-            some = self._seen.get(each) if not self.shares else None
-            some = some or list(parameters_of(each))
+            some = (not self.shares and self._seen.get(each)) or list(parameters_of(each))
             kept = [p for p in some if p.grad is not None and is_marked(p.grad, "_preamp_stepped")]
             if kept and each in self._gradients.clipped:
                 self._gradients.shrink(self._gradients.clipped.pop(each))
             if kept and each in self._seen and not self._losses.separate_scales:
-                assert self._scale is not None
                 now, every = scale.current(self._gradients.device), kept if self.shares else list(parameters_of(each))
                 multiply_(present_in([p for p in every if p not in self._masters])[1], now)
                 multiply_(present_in(self._masters.among(every))[1], now / self._scale)  # no step unscales them

@@ -100,12 +100,11 @@ def prepare(
         raise SessionError(f"skip={skip!r}: write one of {', '.join(map(repr, SKIPS))}")
     device_type = _device_type(models)
     chosen, why = _choose_policy(level, policy, device_type, overrides)
-    scales = _scales(chosen, losses, scale)
+    scales = Losses(_scales(chosen, losses, scale))
     _check_wrapping(models, chosen)
     if release_gradients:
         check_release(models.values(), optimizers, scales, group)
-    own_scales = len(scales) > 1 and any(each.kind != "none" for each in scales.values())
-    _check_parameters(models, optimizers, not own_scales and not release_gradients)
+    _check_parameters(models, optimizers, not (scales.separate_scales or release_gradients))
     masters = masters_for(chosen, optimizers.values())
     _warn_of_float64(models, chosen)
     for each_optimizer in optimizers.values() if not chosen.masters else ():
@@ -126,8 +125,8 @@ def prepare(
             rebuild_reducers(lowered, models=models.values(), strict=True)
         group = flat_group(models.values()) if group is None else group
         session = Session(
-            models, optimizers, chosen, Losses(scales), masters, conversions, device_type, skip, group, given, earlier,
-            why, release_gradients,
+            models, optimizers, chosen, scales, masters, conversions, device_type, skip, group, given, earlier, why,
+            release_gradients,
         )  # fmt: skip
     except BaseException:
         for conversion in conversions:
