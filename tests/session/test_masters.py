@@ -530,3 +530,27 @@ def test_an_optimizer_goes_on_with_the_masters_of_a_session_that_is_closed(kind:
     assert torch.equal(
         state["master"] if "master" in state else join(model.weight.detach(), state["master_bits"]), kept
     )
+
+
+@pytest.mark.skipif(not hasattr(Tensor, "grad_dtype"), reason="torch 2.10 or newer")
+@over(level=["O2", "O5"], kind=[torch.optim.SGD, preamp.optim.SGD])
+def test_float32_gradients_of_a_thousand_micro_batches(level: str, kind: Any) -> None:
+    """In 16 bits their sum stands still long before: a micro-batch adds a thousandth."""
+
+    def moved(wide: bool) -> float:
+        model = nn.Linear(4, 1, bias=False)
+        nn.init.zeros_(model.weight)
+        scale = 64.0 if level == "O2" else None
+        with preamp.prepare(model, kind(model.parameters(), 1.0), level=level, scale=scale) as session:
+            for parameter in model.parameters() if wide else ():
+                parameter.grad_dtype = torch.float32
+            for index in range(1024):
+                with session.autocast():
+                    loss = model(torch.ones(1, 4)).float().sum() * 2.0**-10
+                session.backward(loss, sync=index == 1023)
+            session.step()
+        return float(model.weight.detach().mean())
+
+    assert moved(wide=True) == -1.0
+    if level == "O5":
+        assert moved(wide=False) > -0.5
