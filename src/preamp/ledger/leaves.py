@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 
 from ..errors import StateError
 from ..kernels import TensorList, join
+from ..sharding import is_sharded
 from .layout import Snapshot
 
 _VERSION, _STORED, _PARAMS = attrgetter("_version"), attrgetter("stored"), itemgetter("params")
@@ -55,11 +56,10 @@ def gradients_of(optimizer: Optimizer) -> list[Tensor]:
 
 def summed(parameter: Tensor) -> Tensor:
     """A parameter's gradient; of a sparse one the values of equal indices are added up, which may overflow."""
-    grad = parameter.grad
-    assert grad is not None
+    grad: Any = parameter.grad
     if grad.layout is torch.sparse_coo:
         grad = parameter.grad = grad.coalesce()
-    return grad
+    return grad  # type: ignore[no-any-return]
 
 
 def dtype_of_gradient(parameter: Parameter) -> torch.dtype:
@@ -215,3 +215,20 @@ def shape_of(name: str, kept: Any) -> tuple[int, ...]:
         f"the master {name!r} is {seen} in the state: a dense floating tensor is wanted, or a bfloat16 weight and its "
         "bits, int16 or int8, of the same shape"
     )
+
+
+def check_masters(state: Mapping[str, Any], leaves: Mapping[Parameter, Leaf], left: Mapping[str, Parameter]) -> None:
+    """`StateError` unless saved masters are those of `leaves`, and of parameters that have none now (`left`)."""
+    named = {**left, **{leaf.name: parameter for parameter, leaf in leaves.items()}}
+    missing, foreign = sorted(named.keys() - state.keys()), sorted(state.keys() - named.keys())
+    if missing or foreign:
+        raise StateError(f"masters do not fit this model: missing {missing[:5]}, unexpected {foreign[:5]}")
+    for name, parameter in named.items():
+        kept, shape = state[name], tuple(parameter.shape)
+        if (seen := shape_of(name, kept)) != shape:
+            raise StateError(f"the master {name!r} has shape {seen} in the state and {shape} here")
+        if is_sharded(parameter) and not is_sharded(kept if isinstance(kept, Tensor) else kept[0]):
+            raise StateError(
+                f"the master {name!r} is whole in the state and sharded here: load what save_sharded wrote, or give it "
+                "as a DTensor"
+            )

@@ -22,12 +22,12 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from ..errors import SessionError, StateError
+from ..errors import SessionError
 from ..formats import LOW_DTYPES
 from ..kernels import Storage, Tensors, join
-from ..sharding import held_here, is_sharded
+from ..sharding import held_here
 from .audit import Audit, agrees
-from .leaves import Agreed, Kept, Leaf, Leaves, shape_of, whole
+from .leaves import Agreed, Kept, Leaf, Leaves, check_masters, whole
 from .swap import hand_over, rebuild_reducers, set_data, swap
 
 
@@ -364,7 +364,7 @@ class Masters:
         self.rounded = None
         self.swap_out()
         left = {name: p for name, p in named if name in state and p not in self}
-        self._check_fit(state, left)
+        check_masters(state, self._leaves, left)
         with torch.no_grad():
             for name, parameter in left.items():
                 parameter.copy_(whole(name, state[name]))
@@ -386,20 +386,3 @@ class Masters:
         """Keep a master that is loaded, and round it into its parameter."""
         leaf.stored.copy_(wide)
         parameter.data.copy_(leaf.stored)
-
-    def _check_fit(self, state: Mapping[str, Any], left: Mapping[str, Parameter]) -> None:
-        by_name = {name: tuple(parameter.shape) for name, parameter in left.items()}
-        by_name |= {leaf.name: tuple(parameter.shape) for parameter, leaf in self._leaves.items()}
-        missing, foreign = sorted(by_name.keys() - state.keys()), sorted(state.keys() - by_name.keys())
-        if missing or foreign:
-            raise StateError(f"masters do not fit this model: missing {missing[:5]}, unexpected {foreign[:5]}")
-        for name, shape in by_name.items():
-            if (seen := shape_of(name, state[name])) != shape:
-                raise StateError(f"the master {name!r} has shape {seen} in the state and {shape} here")
-        for leaf in self._leaves.values():
-            kept = state[leaf.name]
-            if is_sharded(leaf.low) and not is_sharded(kept if isinstance(kept, Tensor) else kept[0]):
-                raise StateError(
-                    f"the master {leaf.name!r} is whole in the state and sharded here: load what save_sharded wrote, "
-                    "or give it as a DTensor"
-                )
